@@ -40,9 +40,9 @@ from benchmarks.new_worker import drop_from_cache, read_whole, write_synthetic
 from spotlight.cluster.model_files.hub_snapshot import WantedModel, model_directory, wanted_of
 from spotlight.cluster.model_files.model_fetch import node_sources
 from spotlight.cluster.model_files.snapshot_copy import fetch_snapshot
-from spotlight.cluster.nodes.connection import connected
 from spotlight.models.families.qwen_image import QwenImage
 from spotlight.scheduler.types import NodeKind
+from spotlight_fleet.connection import connected
 from spotlight_fleet.emulated.local_cluster import local_cluster
 
 HUB_ID, COMMIT = "benchmarks/synthetic", "b" * 40

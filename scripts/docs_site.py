@@ -27,10 +27,12 @@ from pydantic.fields import FieldInfo
 from typer.core import TyperArgument, TyperGroup, TyperOption
 
 from spotlight.cli.main import app
-from spotlight.config.schema import RESUMABLE_KEYS, RunConfig
+from spotlight.config.schema import RunConfig
 from spotlight.config.section import Section
 from spotlight.config.sections.algorithm import AlgorithmSection
 from spotlight.registry import ALGORITHMS
+from spotlight.runtime.resuming.course import mark_of
+from spotlight_rewards.base.strict_section import STATE, WhenResumed
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -87,7 +89,8 @@ def configuration_page() -> str:
     lines = [
         "A YAML file of these keys, dotted overrides on the command line, or both:",
         "`spotlight train run.yaml rollout.steps=8`. An unknown key is an error. Keys marked * may "
-        "change when a run is resumed; any other change makes it another run.",
+        "change when a run goes on, or by a command that names the run "
+        "([which, and what else can be done](../howto/resume-and-audit.md#change-a-runs-course)).",
         "",
         *_section(RunConfig, RunConfig(), "", set()),
     ]
@@ -105,7 +108,7 @@ def _section(
         sections = list(dict.fromkeys(_sections(field.annotation)))
         deeper += [(key, field, found, here, len(sections) > 1) for found in sections]
         if not sections or _default(field, here) is not None:
-            star = "*" if key in {each.replace(".*", "") for each in RESUMABLE_KEYS} else ""
+            star = "*" if mark_of(RunConfig(), key) not in (None, STATE) else ""
             kind, default = _type(field.annotation, field.metadata), _default(field, here)
             rows.append(f"| `{key}`{star} | {kind} | {default} | {_cell(field.description)} |")
     if rows:
@@ -138,7 +141,7 @@ def _sections(annotation: object) -> Iterator[type[BaseModel]]:
 
 
 def _type(annotation: object, constraints: Sequence[object] = ()) -> str:
-    if words := [_constraint(constraint) for constraint in constraints]:
+    if words := [_constraint(each) for each in constraints if not isinstance(each, WhenResumed)]:
         return f"{_type(annotation)} {', '.join(words)}"
     if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
         return " or ".join(_type(argument) for argument in typing.get_args(annotation))

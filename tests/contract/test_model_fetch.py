@@ -25,11 +25,11 @@ from spotlight.cluster.model_files.model_fetch import (
     with_model_files,
 )
 from spotlight.cluster.model_files.snapshot_copy import fetch_snapshot
-from spotlight.cluster.nodes.connection import connected
 from spotlight.cluster.nodes.listing import read_view
 from spotlight.config.load import build_config
 from spotlight.config.schema import RunConfig
 from spotlight.scheduler.types import NodeKind
+from spotlight_fleet.connection import connected
 from spotlight_fleet.emulated.local_cluster import LocalCluster, local_cluster
 
 HUB_ID, COMMIT = "somebody/tiny-qwen", "d" * 40

@@ -29,20 +29,20 @@ from ray._raylet import GcsClient
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from spotlight.cluster.nodes import drain
-from spotlight.cluster.nodes.connection import connected
 from spotlight.cluster.nodes.drain import drain_node, draining_nodes
-from spotlight.cluster.nodes.facts import NodeFacts, gather
 from spotlight.cluster.nodes.listing import LearnerSlots, RayNode, read_view, require_usable
 from spotlight.cluster.nodes.node_membership import MembershipSettings, NodeMembership
 from spotlight.cluster.nodes.worker_logs import log_tail
 from spotlight.cluster.scorers.remote_scorer import RemoteScorer, ScorerNodes
 from spotlight.scheduler.types import NodeKind
+from spotlight_fleet.connection import connected
 from spotlight_fleet.emulated import guard
 from spotlight_fleet.emulated import local_cluster as local
 from spotlight_fleet.emulated.local_cluster import LocalCluster, LocalClusterError, local_cluster
 from spotlight_fleet.emulated.market import LocalMachines, Market
 from spotlight_fleet.emulated.market_record import Fate
 from spotlight_fleet.emulated.node_processes import NodeProcesses, NodeRequest
+from spotlight_fleet.facts import NodeFacts, gather
 from spotlight_fleet.notices.notice_watch import NoticeSettings
 from spotlight_fleet.traces.trace import TraceEvent, TraceEventKind
 from spotlight_rewards.base.errors import ConfigError, Problem

@@ -27,7 +27,7 @@ from fragile_disk import cut_power, turn_read_only
 from safetensors.torch import load_file
 from torch import Tensor
 
-from spotlight.cli.runs.train import driver_of, in_a_folder
+from spotlight.cli.runs.train import configuration_of, driver_of, in_a_folder
 from spotlight.config.load import load_config
 from spotlight.config.schema import RunConfig
 from spotlight.runtime.attempt import RunResult
@@ -203,7 +203,7 @@ class _Moments(RecordedRun):
 
 
 def _work(arguments: list[str], signals: Sequence[At], answer: Path) -> None:
-    config = load_config(None, arguments)
+    config = configuration_of(arguments)
     observer = _Moments(config.runs_dir / config.name, signals)
     try:
         with in_a_folder(config, observer.note) as config:

@@ -42,7 +42,8 @@ GUARD = """
 import sys
 from importlib.machinery import PathFinder
 
-OURS = {{"benchmarks", "spotlight", "spotlight_kernels", "spotlight_rewards", "tests", "cython_runtime"}}
+OURS = {{"benchmarks", "spotlight", "tests", "cython_runtime"}}
+OURS |= {{f"spotlight_{{package}}" for package in ("fleet", "kernels", "plan", "rewards")}}
 ALLOWED = set({allowed!r}.split()) | set(sys.stdlib_module_names) | OURS
 
 class OnlyThere(PathFinder):

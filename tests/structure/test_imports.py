@@ -92,6 +92,8 @@ INNER_ROOMS: dict[str, dict[str, set[str]]] = {
         "notices": set(),
         "traces": set(),
         "ray_names": set(),
+        "facts": set(),
+        "connection": set(),
         "emulated": {"ray_names", "traces"},
         "providers": {"emulated", "ray_names"},
     },
@@ -225,7 +227,10 @@ HOLD_MODELS = {
 """Modules of light rooms that hold a reward's models: only a function of that reward imports them."""
 MEASURE_CARDS = "spotlight_plan.commands.gpu."
 """Modules that need torch to measure with: only their package's function imports them."""
-NEED_RAY = {f"spotlight_fleet.emulated.{each}" for each in ("node_processes", "local_cluster", "market")}
+NEED_RAY = {
+    f"spotlight_fleet.{each}"
+    for each in ("connection", "emulated.node_processes", "emulated.local_cluster", "emulated.market")
+}
 
 
 @cache

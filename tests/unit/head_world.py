@@ -26,11 +26,11 @@ from spotlight.cluster.sample_scoring import AcceptedSamples
 from spotlight.cluster.trace_collector import TraceCollector
 from spotlight.cluster.workers.worker_pool import WorkerPool
 from spotlight.config.load import dump_config, load_config
-from spotlight.config.schema import RESUMABLE_KEYS
 from spotlight.rollout.serialization import pack_tensors
 from spotlight.runtime.assembly import components as build
 from spotlight.runtime.attempt import Attempt, RunResult, open_attempt
 from spotlight.runtime.observer import Silent
+from spotlight.runtime.resuming.course import Resuming
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.controller import Controller
@@ -441,7 +441,7 @@ def world(root: Path, *overrides: str) -> Iterator[World]:
     notes = Notes()
     accounts = ClusterAccounts(time.monotonic, notes)
     with (
-        RunDirectory.open(root, "run", dump_config(config), RESUMABLE_KEYS) as directory,
+        RunDirectory.open(root, "run", dump_config(config), Resuming(config)) as directory,
         open_attempt(
             config, directory, prompts, Ranks(), workers={}, began_s=time.time(), scored_by={},
             observer=notes, account=accounts.finish,

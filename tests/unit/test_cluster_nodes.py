@@ -8,7 +8,6 @@ import time
 import pytest
 
 from spotlight.cluster.cluster_nodes import ClusterNodes, Site
-from spotlight.cluster.nodes.facts import NodeFacts
 from spotlight.cluster.nodes.listing import SHARE, LearnerSlots, RayNode
 from spotlight.cluster.remote_calls import Notify, RayLostError
 from spotlight.config.load import load_config
@@ -16,6 +15,7 @@ from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.fleet.fleet_machine import split_machine
 from spotlight.scheduler.types import NodeId, NodeKind
+from spotlight_fleet.facts import NodeFacts
 
 FACTS = NodeFacts("1", "3.11", "2", "host", (), 0, "", 1)
 SPOT = NodeId("spot")

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from spotlight.config.load import (
     EMBEDDED,
@@ -19,15 +19,16 @@ from spotlight.config.load import (
     load_dump,
     with_new_keys,
 )
-from spotlight.config.schema import RESUMABLE_KEYS, RunConfig
+from spotlight.config.schema import RunConfig
 from spotlight.config.section import Section
 from spotlight.config.sections.algorithm import AdvantageConfig
 from spotlight.config.sections.learner_section import divisors_near
+from spotlight.runtime.resuming.course import Resuming, mark_of
 from spotlight.store.run_directory import RunDirectory, check_run_directory, flatten
 from spotlight.store.store_errors import OtherConfigurationError
 from spotlight_rewards.base.errors import ConfigError, Problem
+from spotlight_rewards.base.strict_section import COURSE, EXTENT, STATE, WORK, WhenResumed
 from spotlight_rewards.base.yaml_tree import parse_yaml
-from spotlight_rewards.reward_config import RewardConfig
 
 
 def all_sections(section: type[Section] = Section) -> list[type[Section]]:
@@ -187,17 +188,26 @@ def test_configurations_are_frozen() -> None:
         RunConfig().name = "other"  # type: ignore[misc]
 
 
-def test_keys_that_may_change_exist() -> None:
-    def keys(section: type[BaseModel], prefix: str = "") -> set[str]:
-        found = set()
-        for name, field in section.model_fields.items():
-            found.add(prefix + name)
-            kind = field.annotation
-            if isinstance(kind, type) and issubclass(kind, BaseModel):
-                found |= keys(kind, f"{prefix}{name}.")
-        return found
-
-    assert keys(RunConfig) | keys(RewardConfig, "rewards.*.") >= RESUMABLE_KEYS
+@pytest.mark.parametrize(
+    ("key", "mark"),
+    [
+        ("learner.learning_rate", COURSE),
+        ("algorithm.reference_weight", COURSE),
+        ("rewards.3.weight", COURSE),
+        ("evaluation.steps", COURSE),
+        ("evaluation.every", EXTENT),
+        ("checkpoint.keep", EXTENT),
+        ("fleet.spot.trace", WORK),
+        ("rewards.0.device", WORK),
+        ("learner.lora.rank", STATE),
+        ("model.path", STATE),
+        ("rollout.height", None),
+        ("rewards.0.name", None),
+        ("run_seed", None),
+    ],
+)
+def test_a_key_says_whether_it_may_change(key: str, mark: WhenResumed | None) -> None:
+    assert mark_of(RunConfig(), key) is mark
 
 
 @pytest.mark.parametrize("text", ["model: &a {path: *a}", "x: &a [1, {b: *a}]", "&m {x: *m}"])
@@ -209,8 +219,9 @@ def test_values_that_contain_themselves_are_no_configuration(text: str, tmp_path
 
 def test_a_resumed_run_may_capture_its_forwards(tmp_path: Path) -> None:
     def opened(*overrides: str) -> None:
-        text = dump_config(load_config(None, ["model.dtype=bfloat16", *overrides]))
-        RunDirectory.open(tmp_path, "run", text, RESUMABLE_KEYS).close()
+        config = load_config(None, ["model.dtype=bfloat16", *overrides])
+        with RunDirectory.open(tmp_path, "run", dump_config(config), Resuming(config)) as run:
+            run.adopt()
 
     opened("device=cpu")
     opened("device=cuda", "model.cuda_graphs=true")
@@ -316,8 +327,8 @@ def test_an_override_needs_key_and_value(override: str) -> None:
 
 
 def test_an_override_cannot_reach_into_a_value() -> None:
-    (problem,) = problems_of("rewards=[{name: shapes}]", "rewards.0.weight=2")
-    assert problem.key == "rewards.0.weight"
+    (problem,) = problems_of("rewards=[{name: shapes}]", "rewards.1.weight=2")
+    assert problem.key == "rewards.1.weight"
     assert "Override it whole: rewards=..." in problem.remedy
     (problem,) = problems_of("rollout=3", "rollout.steps=8")
     assert problem.found == "rollout = 3"
@@ -370,7 +381,7 @@ def test_a_run_that_used_what_was_removed_is_read_but_not_resumed(
     with RunDirectory.open(tmp_path, "old", yaml.safe_dump(tree)) as run:
         kept = run.config
     assert load_dump(kept) == now
-    resumed = (tmp_path, "old", dump_config(now), RESUMABLE_KEYS, with_new_keys)
+    resumed = (tmp_path, "old", dump_config(now), Resuming(now))
     check_run_directory(*resumed)  # it used none of them
     tree["exploration"][key] = value
     kept.write_text(yaml.safe_dump(tree))
@@ -399,7 +410,7 @@ def test_a_run_with_a_key_of_another_name_is_read_and_resumed(
     with RunDirectory.open(tmp_path, "old", yaml.safe_dump(tree)) as run:
         kept = run.config
     assert load_dump(kept) == now
-    check_run_directory(tmp_path, "old", dump_config(now), RESUMABLE_KEYS, with_new_keys)
+    check_run_directory(tmp_path, "old", dump_config(now), Resuming(now))
 
 
 def test_a_key_of_another_name_yields_to_an_override_and_is_refused_beside_the_new_one(
@@ -419,3 +430,8 @@ def test_removed_keys_are_no_difference_where_this_version_refuses_the_rest() ->
     tree = load_config(None, ["exploration={}"]).model_dump(mode="json") | {"iterations": "many"}
     exploration = tree["exploration"] | {"rungs": None}
     assert parse_yaml(with_new_keys(yaml.safe_dump(tree | {"exploration": exploration}))) == tree
+
+
+def test_an_item_of_a_list_is_named_by_its_number() -> None:
+    config = load_config(None, ["rewards=[{name: shapes}, {name: jpeg_size}]", "rewards.1.weight=2"])
+    assert [reward.weight for reward in config.rewards] == [1, 2]

@@ -20,10 +20,12 @@ from spotlight.api.arguments import overrides_of
 from spotlight.cli.main import app
 from spotlight.config.load import build_config, dump_config, load_config
 from spotlight.config.preset import with_preset
-from spotlight.config.schema import RESUMABLE_KEYS
+from spotlight.config.schema import RunConfig
+from spotlight.runtime.resuming.course import marks
 from spotlight_plan.scenarios.scenario_load import build_scenario, load_scenario, scenario_names
 from spotlight_plan.sweep_file import grid_runs, sweep_of
 from spotlight_rewards.base.errors import ConfigError
+from spotlight_rewards.base.strict_section import STATE
 from spotlight_rewards.base.yaml_tree import merge, parse_yaml
 
 ROOT = Path(__file__).parents[2]
@@ -35,8 +37,8 @@ LINK = re.compile(r"\]\((?!https?:|mailto:)([^)\s#]*)(#[^)\s]*)?\)")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`\n]+)`")
 OVERRIDE = re.compile(r"^[a-z_]+(\.[a-z_]+)*=\S")
-PLACE = re.compile(r"^(FILE|run|my_run|qwen)(\.yaml)?$")
-"""Names that stand for a file of the reader's."""
+PLACE = re.compile(r"^(FILE|run|my_run|qwen)(\.yaml)?$|^(RUN|demo)$")
+"""Names that stand for a file, or a run, of the reader's."""
 
 COMMANDS = typer.main.get_command(app)
 assert isinstance(COMMANDS, TyperGroup)
@@ -279,8 +281,10 @@ def test_pictures_are_sound() -> None:
 
 def test_the_table_of_keys_that_a_resume_may_change_is_complete() -> None:
     text = (ROOT / "docs/howto/resume-and-audit.md").read_text()
-    (table,) = re.findall(r"^\| for \| keys \|\n((?:\|.*\n)+)", text, re.MULTILINE)
-    assert sorted(re.findall(r"`([^`]+)`", table)) == sorted(RESUMABLE_KEYS)
+    (table,) = re.findall(r"^\| who may change it \|.*\|\n((?:\|.*\n)+)", text, re.MULTILINE)
+    assert sorted(re.findall(r"`([^`]+)`", table)) == sorted(
+        key for key, mark in marks(RunConfig()) if mark is not STATE
+    )
 
 
 def test_the_table_of_families_is_the_registrys() -> None:

@@ -13,9 +13,9 @@ import pytest
 from ray.exceptions import RayActorError
 
 from spotlight.cluster.nodes import node_membership
-from spotlight.cluster.nodes.facts import NodeFacts
 from spotlight.cluster.nodes.listing import RayNode, read_view
 from spotlight.cluster.nodes.node_membership import MembershipSettings, NodeMembership
+from spotlight_fleet.facts import NodeFacts
 from spotlight_fleet.notices.notice_mail import Message, NoticeUpdate
 from spotlight_fleet.notices.notice_watch import NoticeSettings
 

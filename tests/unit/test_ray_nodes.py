@@ -9,14 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.cluster.nodes.facts import (
-    Gpu,
-    NodeFacts,
-    gather,
-    incompatibility,
-    parse_nvidia_smi,
-    read_facts,
-)
 from spotlight.cluster.nodes.listing import (
     RayNode,
     View,
@@ -32,6 +24,14 @@ from spotlight.cluster.nodes.listing import (
 )
 from spotlight.scheduler.fleet.fleet_machine import split_machine
 from spotlight.scheduler.types import Node, NodeId, NodeKind
+from spotlight_fleet.facts import (
+    Gpu,
+    NodeFacts,
+    gather,
+    incompatibility,
+    parse_nvidia_smi,
+    read_facts,
+)
 from spotlight_rewards.base.errors import ConfigError, Problem
 
 FACTS = NodeFacts("1.0", "3.11.7", "2.13.0+cu128", "host", (), 1 << 30, "boot", 7)

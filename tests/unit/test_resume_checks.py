@@ -131,7 +131,9 @@ def test_removed_checkpoints_are_missed_and_never_written_ones_are_not(tmp_path:
     assert resume(tmp_path) == ""
     assert audit(tmp_path, LIMITS).ok
     with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as connection:
-        connection.execute("DROP TABLE checkpoints")  # an older version's, resumed once
+        connection.executescript(
+            "DROP TABLE checkpoints; DROP TABLE course_changes"
+        )  # an older version's, resumed once
         connection.execute("INSERT INTO rollbacks (attempt, from_position, to_position) VALUES (1, 9, 5)")
         connection.execute("PRAGMA user_version = 12")
         connection.commit()

@@ -25,8 +25,8 @@ from spotlight.cluster.scorers.scorer_places import (
     scorer_nodes,
 )
 from spotlight.config.load import dump_config, load_config
-from spotlight.config.schema import RESUMABLE_KEYS
 from spotlight.dry_run.reward_plan import reward_places
+from spotlight.runtime.resuming.course import Resuming
 from spotlight.scheduler.types import NodeKind
 from spotlight.store.run_directory import RunDirectory
 from spotlight.store.store_errors import OtherConfigurationError
@@ -320,8 +320,9 @@ def test_output_is_taken_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_resumed_run_may_place_its_rewards_elsewhere_but_not_weigh_them_otherwise(tmp_path: Path) -> None:
     def opened(*overrides: str) -> None:
-        text = dump_config(load_config(None, list(overrides)))
-        RunDirectory.open(tmp_path, "run", text, RESUMABLE_KEYS).close()
+        config = load_config(None, list(overrides))
+        with RunDirectory.open(tmp_path, "run", dump_config(config), Resuming(config)) as run:
+            run.adopt()
 
     opened("rewards=[{name: ocr}]")
     opened("rewards=[{name: ocr, device: cpu, replicas: 3, batch_size: 2}]")

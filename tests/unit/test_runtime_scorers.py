@@ -133,7 +133,9 @@ def test_a_run_resumed_with_other_prompts_is_refused_and_goes_on_with_the_first(
 def test_a_run_of_an_older_version_takes_the_prompts_that_it_is_resumed_with(tmp_path: Path) -> None:
     go_on(tmp_path, {}, save=True, given=prompts("a"))
     with closing(sqlite3.connect(tmp_path / "run" / "ledger.sqlite")) as connection:
-        connection.executescript("DROP TABLE prompt_files; DROP TABLE checkpoints; PRAGMA user_version = 11")
+        for later in ("prompt_files", "checkpoints", "course_changes"):
+            connection.execute(f"DROP TABLE {later}")
+        connection.execute("PRAGMA user_version = 11")
     go_on(tmp_path, {}, given=prompts("b"))
 
 

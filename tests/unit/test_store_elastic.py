@@ -289,7 +289,7 @@ def test_a_ledger_of_a_version_before_is_read_as_it_is_and_upgraded_to_be_writte
         begin(ledger)
     with closing(sqlite3.connect(run / "ledger.sqlite")) as connection:
         connection.executescript(
-            f"DROP TABLE checkpoints; DROP TABLE prompt_files; {ADDED[version]};"
+            f"DROP TABLE checkpoints; DROP TABLE course_changes; DROP TABLE prompt_files; {ADDED[version]};"
             f"PRAGMA user_version = {version};"
         )
     before = read_history(run)

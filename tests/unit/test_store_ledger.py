@@ -139,7 +139,7 @@ def test_an_older_ledger_keeps_its_outcomes_and_takes_samples_left_out_by_choice
         for known, before in ((f"{listed}, ", ""), (f" OR reason IN ({listed})", "")):
             statement = "UPDATE sqlite_master SET sql = replace(sql, ?, ?) WHERE name = 'outcomes'"
             connection.execute(statement, (known, before))
-        for later in ("leases", "kept_previews", "prompt_files", "checkpoints"):
+        for later in ("leases", "kept_previews", "prompt_files", "checkpoints", "course_changes"):
             connection.execute(f"DROP TABLE {later}")
         connection.execute("PRAGMA user_version = 4")
         connection.commit()

@@ -87,6 +87,34 @@ class Run:
         folder = self.directory / "lora"
         return folder if folder.is_dir() else None
 
+    def train(self, *, plain: bool = False, **keys: Any) -> Run:
+        """Go on, with other values of these keys from here on: ``learner={"learning_rate": 1e-4}``.
+
+        Raises:
+            OtherConfigurationError: a key cannot change; the message names the ways out.
+        """
+        from spotlight.api.arguments import overrides_of
+        from spotlight.api.train_run import trained
+        from spotlight.config.load import load_run
+
+        return trained(load_run(self.directory, [*overrides_of(keys)]), plain=plain)
+
+    def fork(self, name: str, *, iteration: int | None = None, **keys: Any) -> Run:
+        """Another run beside this one, from its checkpoint after ``iteration`` (None: the newest).
+
+        Call :meth:`train` of it to go on.
+
+        Raises:
+            OtherConfigurationError: a key is changed that the saved weights are of.
+            StoreError: no such checkpoint, or another run has this name.
+        """
+        from spotlight.api.arguments import overrides_of
+        from spotlight.config.load import load_run
+        from spotlight.runtime.resuming.course import fork
+
+        config = load_run(self.directory, [*overrides_of(keys), f"name={name}"])
+        return Run(fork(self.directory, config, iteration))
+
     def export(
         self,
         directory: str | Path,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from spotlight.api.arguments import (
     PromptsArgument,
@@ -18,6 +18,9 @@ from spotlight.api.arguments import (
 from spotlight.api.opened_run import Run
 from spotlight.api.opened_run import open as open_run
 from spotlight_rewards.base.errors import UserError
+
+if TYPE_CHECKING:
+    from spotlight.config.schema import RunConfig
 
 
 class RunStoppedError(UserError, RuntimeError):
@@ -59,11 +62,8 @@ def train(
             command, before any work.
         RunStoppedError: the run stopped by an error.
     """
-    from spotlight.cli.runs.progress import make_progress
-    from spotlight.cli.runs.train import driver_of, in_a_folder
     from spotlight.config.load import load_config
     from spotlight.runtime.assembly.components import cache_dir
-    from spotlight.runtime.preflight import finished_summary, require_startable
 
     sections = {
         "model": {"path": model} if isinstance(model, str) else model or {},
@@ -80,11 +80,20 @@ def train(
     if prompts is not None or test_prompts is not None:
         given += overrides_of(prompt_files(prompts, test_prompts, cache))
     run_config = load_config(source, given)
-    progress = make_progress(run_config, plain)
-    with progress, in_a_folder(run_config, progress.note) as run_config:
-        if finished_summary(run_config) is None:
-            require_startable(run_config)
-        result = driver_of(run_config)(run_config, progress, 0.0)
+    return trained(run_config, plain=plain)
+
+
+def trained(config: RunConfig, *, plain: bool) -> Run:
+    """Train, or go on with, what is configured. Raises as :func:`train`."""
+    from spotlight.cli.runs.progress import make_progress
+    from spotlight.cli.runs.train import driver_of, in_a_folder
+    from spotlight.runtime.preflight import finished_summary, require_startable
+
+    progress = make_progress(config, plain)
+    with progress, in_a_folder(config, progress.note) as config:
+        if finished_summary(config) is None:
+            require_startable(config)
+        result = driver_of(config)(config, progress, 0.0)
     if result.error is not None:
         raise RunStoppedError(result.error)
     return open_run(result.directory)

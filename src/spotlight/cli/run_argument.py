@@ -18,19 +18,24 @@ def find_run(text: str, *, whole: bool = False) -> Path:
     Args:
         whole: of a run in a bucket, bring all checkpoints, not only the newest.
     """
-    from spotlight.store.run_directory import RunPaths
     from spotlight.store.run_store import Wanted, stored_run
 
     with errors_without_traceback():
         if (copy := stored_run(text, Wanted.ALL if whole else Wanted.CHECKPOINT)) is not None:
             return copy
 
-    for path in (Path(text), RUNS / text):
-        if RunPaths(path).config.is_file():
-            return path
+    if (found := run_named(text)) is not None:
+        return found
     there = sorted(path.parent.name for path in RUNS.glob("*/config.yaml"))
     hint = f"Runs in {RUNS}/: {', '.join(there)}." if there else f"There are no runs in {RUNS}/ yet."
     raise failure(f"RUN: {text!r} is no run directory (one with config.yaml and ledger.sqlite). {hint}")
+
+
+def run_named(text: str) -> Path | None:
+    """The run directory named by ``text``, if there is one."""
+    from spotlight.store.run_directory import RunPaths
+
+    return next((path for path in (Path(text), RUNS / text) if RunPaths(path).config.is_file()), None)
 
 
 RunArgument = Annotated[

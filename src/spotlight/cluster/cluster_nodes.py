@@ -12,7 +12,6 @@ from typing import Any
 from spotlight.cluster.learner.ray_launcher import Placement
 from spotlight.cluster.learner.spare_workers import SpareWorkers
 from spotlight.cluster.local.emulation import SIGTERM_GRACE_S
-from spotlight.cluster.nodes.facts import Gpu, NodeFacts, gather
 from spotlight.cluster.nodes.listing import (
     SHARE,
     LearnerSlots,
@@ -30,6 +29,7 @@ from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.types import Node, NodeId, NodeKind
 from spotlight_fleet.emulated.local_cluster import LocalCluster
+from spotlight_fleet.facts import Gpu, NodeFacts, gather
 from spotlight_fleet.notices.notice_watch import NoticeSettings
 from spotlight_fleet.ray_names import SLOT
 from spotlight_rewards.base.errors import Problem
@@ -47,7 +47,7 @@ class Site:
         nodes: present when this process joined.
         threads: per worker on a CPU slot, where all slots share this machine.
         learner_slots: where the learner is, kept up to date while the run goes on.
-        give_up: see :meth:`spotlight.cluster.nodes.connection.Connection.give_up`.
+        give_up: see :meth:`spotlight_fleet.connection.Connection.give_up`.
     """
 
     here: str

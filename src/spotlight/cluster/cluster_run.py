@@ -27,15 +27,14 @@ from spotlight.cluster.local.emulation import (
     spot_slots,
     spot_trace,
 )
-from spotlight.cluster.nodes.connection import connected
 from spotlight.cluster.nodes.listing import LearnerSlots, read_view, require_usable
 from spotlight.cluster.nodes.node_list import list_nodes
 from spotlight.cluster.remote_calls import RayLostError
 from spotlight.cluster.scaling.open_providers import open_providers
 from spotlight.cluster.scorers.remote_scorer import RemoteScorer, ScorerNodes
 from spotlight.cluster.scorers.scorer_places import placed_by_ray, require_places, scorer_nodes
-from spotlight.config.load import dump_config, with_new_keys
-from spotlight.config.schema import RESUMABLE_KEYS, RunConfig
+from spotlight.config.load import dump_config
+from spotlight.config.schema import RunConfig
 from spotlight.rollout.sequence_parallel.rendezvous import serve
 from spotlight.runtime.assembly import components as build
 from spotlight.runtime.attempt import RunResult, open_attempt
@@ -43,10 +42,12 @@ from spotlight.runtime.conclusion import conclude_run
 from spotlight.runtime.observer import Observer
 from spotlight.runtime.preflight import finished_summary, require_disk, require_startable
 from spotlight.runtime.recorder import LEARNER_FOLDER
+from spotlight.runtime.resuming.course import Resuming
 from spotlight.runtime.signals import stopping_gracefully
 from spotlight.scheduler.types import NodeKind
 from spotlight.store.run_directory import RunDirectory
 from spotlight.training.sharding import Ranks
+from spotlight_fleet.connection import connected
 from spotlight_fleet.emulated.local_cluster import local_cluster
 from spotlight_fleet.emulated.market import LocalMachines, Market
 from spotlight_fleet.providers.emulated_provider import EmulatedProvider
@@ -82,9 +83,7 @@ def train_on_cluster(
         starter = None if site is None else _starter(config, site, observer)
         rewards = _start_rewards(config, prompts, stack, starter)
         directory = stack.enter_context(
-            RunDirectory.open(
-                config.runs_dir, config.name, dump_config(config), RESUMABLE_KEYS, with_new_keys
-            )
+            RunDirectory.open(config.runs_dir, config.name, dump_config(config), Resuming(config))
         )
         if site is None:
             site = stack.enter_context(_joined(config, observer))

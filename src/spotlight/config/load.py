@@ -78,6 +78,22 @@ def load_dump(path: Path, *, installed: bool = True) -> RunConfig:
     return _parsed(tree, str(path), any_name=not installed)
 
 
+def load_run(directory: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """What a run has, with changes of its course: a configuration that names its run.
+
+    Raises:
+        ConfigError: all problems found.
+    """
+    tree, problems = without_removed(read_tree(directory / "config.yaml"), renamed=True)
+    source = " ".join((str(directory), *(("with", *overrides) if overrides else ())))
+    if problems:
+        raise ConfigError(source, problems)
+    tree |= {"name": directory.resolve().name, "runs_dir": str(directory.parent)}
+    for override in overrides:
+        apply_override(tree, override)
+    return build_config(tree, source).naming_run()
+
+
 def build_config(tree: Mapping[str, Any], source: str) -> RunConfig:
     """Validate a nested mapping, on top of the defaults. Raises :class:`ConfigError`."""
     tree, removed = without_removed(tree)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, PlainSerializer, PositiveInt
+from pydantic import Field, PlainSerializer, PositiveInt, PrivateAttr
 
 from spotlight.config.requires import problems_of
 from spotlight.config.section import Section
@@ -31,6 +31,7 @@ from spotlight.config.sections.policies import AddedPolicies
 from spotlight.config.sections.rewards import RewardPolicyConfig
 from spotlight.config.sections.rollout import RolloutConfig
 from spotlight_rewards.base.errors import Problem
+from spotlight_rewards.base.strict_section import COURSE, EXTENT, WORK
 from spotlight_rewards.reward_config import RewardConfig
 
 
@@ -49,25 +50,25 @@ class RunConfig(Section):
     """Name of the run directory; default: that of the file without its ending, or of the preset."""
     like: str | None = None
     """Another trainer's settings to start from, below those given here (docs/howto/coming-from.md)."""
-    runs_dir: Annotated[Path, Field(validate_default=False), PlainSerializer(_address)] = Path("runs")
+    runs_dir: Annotated[Path, Field(validate_default=False), PlainSerializer(_address), WORK] = Path("runs")
     """Parent of the run directories; or a bucket, s3://BUCKET/PREFIX (docs/howto/runs-in-a-bucket.md)."""
-    cache_dir: Path | None = None
+    cache_dir: Annotated[Path | None, WORK] = None
     """Directory for prompt embeddings; default: ``~/.cache/spotlight`` (or XDG_CACHE_HOME)."""
     run_seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seed of prompt order, of all rollouts and of the adapters' initial values."""
-    iterations: PositiveInt = 40
+    iterations: Annotated[PositiveInt, EXTENT] = 40
     """Iterations to train; raise it to continue a finished run."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], WORK] = "auto"
     """Where the model runs; ``auto`` uses CUDA if available."""
     deterministic: bool = False
     """Bit-exact resume on GPUs, too (torch's deterministic algorithms: slower). CPU runs always are."""
     model: ModelConfig = ModelConfig()
     """Which Diffusion Transformer is trained."""
-    data: DataConfig = DataConfig()
+    data: Annotated[DataConfig, COURSE] = DataConfig()
     """Training and held-out prompts."""
     rollout: RolloutConfig = RolloutConfig()
     """How samples are generated."""
-    algorithm: AlgorithmConfig = DiffusionNFTConfig()
+    algorithm: Annotated[AlgorithmConfig, COURSE] = DiffusionNFTConfig()
     """How the policy learns from them."""
     rewards: Annotated[tuple[RewardConfig, ...], Field(min_length=1)] = (RewardConfig(name="shapes"),)
     """What is maximised."""
@@ -81,14 +82,27 @@ class RunConfig(Section):
     """Overlap of generation and training."""
     policies: AddedPolicies = Field(default_factory=dict)
     """Scheduling policies of installed packages, by name, each with its keys."""
-    evaluation: EvaluationConfig = EvaluationConfig()
+    evaluation: Annotated[EvaluationConfig, COURSE] = EvaluationConfig()
     """How progress is evaluated."""
-    checkpoint: CheckpointConfig = CheckpointConfig()
+    checkpoint: Annotated[CheckpointConfig, EXTENT] = CheckpointConfig()
     """When the run writes checkpoints."""
     metrics: MetricsConfig = MetricsConfig()
     """Where curves are written."""
-    fleet: FleetConfig = FleetConfig()
+    fleet: Annotated[FleetConfig, WORK] = FleetConfig()
     """The hardware, and what it costs."""
+
+    _names_run: bool = PrivateAttr(default=False)
+
+    @property
+    def names_run(self) -> bool:
+        """Whether the command names the run that is to go on, and so may change its course."""
+        return self._names_run
+
+    def naming_run(self) -> RunConfig:
+        """The same, of a command that names its run."""
+        named = self.model_copy()
+        named._names_run = True
+        return named
 
     def every_problem(self) -> Iterator[Problem]:
         rows = (row for section in self.sections() for row in section.requirements())
@@ -137,21 +151,3 @@ class RunConfig(Section):
     def trained_timesteps(self) -> int:
         """Forward/backward passes of the loss per sample, guidance aside."""
         return self.algorithm.train_timesteps or self.rollout.kept_steps
-
-
-RESUMABLE_KEYS = frozenset(
-    {"iterations", "evaluation.every", "evaluation.at_start", "evaluation.at_end",
-     "evaluation.grid_images", "checkpoint.every", "checkpoint.keep", "checkpoint.best", "fleet", "runs_dir",
-     "cache_dir", "metrics.tensorboard", "metrics.wandb", "metrics.sinks", "device", "rollout.batch_size",
-     "learner.micro_batch_size", "learner.shard", "learner.recompute",
-     "learner.keep_gathered", "model.cuda_graphs", "learner.timesteps_per_pass", "learner.pass_memory_gib",
-     "pipeline.trainers_generate", "pipeline.switch_s", "reward_policy.workers",
-     "reward_policy.start_deadline_s", "reward_policy.on_failure", "reward_policy.max_drop_share",
-     "rewards.*.deadline_s", "rewards.*.retries", "rewards.*.isolation_s", "rewards.*.outage_s",
-     "rewards.*.device", "rewards.*.replicas", "rewards.*.batch_size"}
-)  # fmt: skip
-"""Keys that may change when a run is resumed; ``*``: of any item.
-
-Those from ``device`` on change rounding at most, but for what happens when a reward fails: not what is
-sampled, trained or scored.
-"""

@@ -26,6 +26,7 @@ from spotlight.report.wording import count, duration, money, plural, score
 from spotlight.scheduler.types import Purpose
 from spotlight.store.images import drawn_iterations, write_comparison, write_progress
 from spotlight.store.ledger import ledger_queries as queries
+from spotlight.store.ledger.course_changes import course_words
 from spotlight.store.metrics import GRADED, STRICT
 from spotlight.testbed import TESTBEDS
 from spotlight_rewards.base.charts import Series, line_chart
@@ -229,6 +230,7 @@ def _cost(run: RunRecord) -> str:
         f"trained{dropped}; "
         f"{count(counts.optimizer_steps)} optimizer steps.",
         f"- {survived(run) or 'No interruption'}.",
+        *(f"- Changed on the way: {said}." for said in course_words(history.course)),
     ]
     spent = sorted(run.seconds_by_phase.items(), key=lambda item: -item[1])
     table = ["| phase | worker seconds |", "|---|---|"]

@@ -25,6 +25,7 @@ from spotlight.runtime.library_versions import library_versions, version_note
 from spotlight.runtime.observer import Observer
 from spotlight.runtime.preflight import require_same_prompts
 from spotlight.runtime.recorder import RunRecorder
+from spotlight.runtime.resuming.course import changed_course
 from spotlight.scheduler.types import WorkerId
 from spotlight.store.checkpoints import Checkpoint, CheckpointStore
 from spotlight.store.images import drop_pictures
@@ -106,7 +107,8 @@ def open_attempt(
         recorder, newest = _open_recorder(
             stack, config, directory, prompts, ranks, workers, scored_by, began_s, observer, keep_alive
         )
-        kept = newest.header.ledger_position if newest else 0
+        kept, resume_at = (newest.header.ledger_position, newest.header.iteration) if newest else (0, 0)
+        course = changed_course(config, directory, recorder.ledger, prompts, kept)
         number = recorder.ledger.begin_attempt(
             pid=os.getpid(), host=socket.gethostname(), workers=workers, now_s=began_s
         )
@@ -124,8 +126,11 @@ def open_attempt(
                     )
             undone = recorder.ledger.rollback(kept, number)
             recorder.ledger.record_scorers(scored_by)
-            if not recorder.ledger.prompts_at(kept):
+            if recorder.ledger.prompts_at(kept) != prompts.ids:
                 recorder.ledger.record_prompts(prompts.ids)
+            for said in recorder.ledger.record_course(kept, resume_at, course, began_s):
+                observer.note(said)
+            directory.adopt()
             if undone:
                 observer.note(
                     f"{undone} ledger records after the checkpoint are undone and will be made again"
@@ -164,7 +169,9 @@ def _open_recorder(
     resume_at, kept = (newest.header.iteration, newest.header.ledger_position) if newest else (0, 0)
     # Before the curves and pictures after the checkpoint are removed: a run that is refused keeps them.
     require_same_prompts(ledger.prompts_at(kept), prompts, config)
-    _require_same_scorers(ledger.scorers_at(kept), scored_by, directory)
+    # A fork may be scored otherwise than what it goes on from.
+    if not any(change.key == "name" for change in ledger.course(since=kept)):
+        _require_same_scorers(ledger.scorers_at(kept), scored_by, directory)
     metrics = stack.enter_context(
         MetricsWriter(
             directory,

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 
-from spotlight.config.load import dump_config, with_new_keys
-from spotlight.config.schema import RESUMABLE_KEYS, RunConfig
+from spotlight.config.load import dump_config
+from spotlight.config.schema import RunConfig
 from spotlight.data.datasets import Prompts, load_prompts
 from spotlight.dry_run.memory_plan import checkpoint_parts, stored_parts
 from spotlight.dry_run.model_checks import require_model, require_prompts
 from spotlight.dry_run.model_plan import NotHere, read_transformer
 from spotlight.dry_run.run_plan import newest_checkpoint, parameters_trained, stored_tokens
+from spotlight.runtime.resuming.course import Resuming
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.ledger_schema import Ending
 from spotlight.store.run_directory import RunPaths, check_run_directory
@@ -34,7 +35,7 @@ def finished_summary(config: RunConfig) -> RunSummary | None:
     Raises:
         StoreError: it is in use, belongs to another configuration, cannot be written, or is not a run.
     """
-    check_run_directory(config.runs_dir, config.name, dump_config(config), RESUMABLE_KEYS, with_new_keys)
+    check_run_directory(config.runs_dir, config.name, dump_config(config), Resuming(config))
     paths = RunPaths(config.runs_dir / config.name)
     if not (paths.summary.exists() and paths.ledger.exists()):
         return None
@@ -69,7 +70,9 @@ def require_startable(config: RunConfig) -> Prompts:
 
 
 def require_same_prompts(before: Mapping[str, Sequence[PromptId]], now: Prompts, config: RunConfig) -> None:
-    """Raise PromptFileError for other prompts than those up to the checkpoint."""
+    """Raise PromptFileError for other prompts than those up to the checkpoint, unless the run is named."""
+    if config.names_run:
+        return
     files = {"data.train": config.data.train, "data.test": config.data.test}
     for key, ids in now.ids.items():
         old = before.get(key, ids)
@@ -80,7 +83,8 @@ def require_same_prompts(before: Mapping[str, Sequence[PromptId]], now: Prompts,
         raise PromptFileError(
             f"{config.runs_dir / config.name}: {key} ({files[key]}) holds other prompts than up to the "
             f"checkpoint: {found} ({len(ids)} now); expected the same {len(old)}. Put back the file that the "
-            "run began with, or start a run of another name."
+            f"run began with; or go on with these: spotlight train {config.runs_dir / config.name} "
+            f"{key}={files[key]}"
         )
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from spotlight.config.load import dump_config, with_new_keys
-from spotlight.config.schema import RESUMABLE_KEYS, RunConfig
+from spotlight.config.load import dump_config
+from spotlight.config.schema import RunConfig
 from spotlight.garbage import collection_paused
 from spotlight.rollout.stored_pictures import StoredPictures
 from spotlight.runtime.assembly import components as build
@@ -33,6 +33,7 @@ from spotlight.runtime.observer import Observer
 from spotlight.runtime.preflight import finished_summary, require_disk, require_startable
 from spotlight.runtime.process import explain_out_of_memory, prepare_process
 from spotlight.runtime.recorder import CONTROLLER_FILE, LEARNER_FOLDER, PassiveRecorder, Recorder, RunRecorder
+from spotlight.runtime.resuming.course import Resuming
 from spotlight.runtime.signals import stopping_gracefully
 from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.types import Phase, WorkerId
@@ -99,9 +100,7 @@ def train(
                 PassiveRecorder(ranks, materials.prompts.by_id, config.evaluation.strict),
             )
         directory = stack.enter_context(
-            RunDirectory.open(
-                config.runs_dir, config.name, dump_config(config), RESUMABLE_KEYS, with_new_keys
-            )
+            RunDirectory.open(config.runs_dir, config.name, dump_config(config), Resuming(config))
         )
         return _as_main(materials, directory, observer, clock)
 

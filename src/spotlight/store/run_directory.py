@@ -1,7 +1,7 @@
 """The directory of one run, locked by one process.
 
     runs/<name>/
-        config.yaml         the resolved configuration; a different one is refused
+        config.yaml         the resolved configuration; what of it may change, runtime/resuming/course.py says
         ledger.sqlite       store/ledger/sqlite_ledger.py
         metrics.jsonl       store/metrics.py       tensorboard/
         images/             store/images.py
@@ -22,11 +22,11 @@ import errno
 import fcntl
 import os
 import socket
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
-from typing import Self, TypeAlias
+from typing import Protocol, Self, TypeAlias
 
 import yaml
 
@@ -37,7 +37,8 @@ from spotlight_rewards.base.files import fsync_path, write_atomically
 from spotlight_rewards.base.yaml_tree import parse_yaml
 
 Leaf: TypeAlias = object
-_ABSENT = "(absent)"
+ABSENT = "(absent)"
+"""Stands for the value of a key that one of two configurations lacks."""
 _SHOWN_DIFFERENCES = 5
 _NAME_BYTES_MAX = 255
 _FOLDERS = ("tensorboard", "images", "checkpoints", "attempts")
@@ -90,13 +91,24 @@ class RunPaths:
         return self.attempts / f"{attempt:03d}.log"
 
 
-def check_run_directory(
-    root: Path,
-    name: str,
-    config_text: str,
-    may_differ: Collection[str] = (),
-    complete: Callable[[str], str] = str,
-) -> None:
+class Terms(Protocol):
+    """Which other configuration a run may go on with."""
+
+    def complete(self, text: str) -> str:
+        """Add keys that a stored configuration lacks because an older version wrote it.
+
+        Raises:
+            ConfigError: with the options that are set in it and no longer exist.
+        """
+
+    def refused(self, paths: RunPaths, changed: Iterable[str]) -> list[str]:
+        """Those of the changed keys, dotted, with which the run cannot go on."""
+
+    def remedy(self, paths: RunPaths, refused: Mapping[str, Leaf]) -> str:
+        """What to do instead, by key with its new value."""
+
+
+def check_run_directory(root: Path, name: str, config_text: str, terms: Terms | None = None) -> None:
     """Raise what :meth:`RunDirectory.open` would, without changes.
 
     Raises:
@@ -112,18 +124,22 @@ def check_run_directory(
         _require_run_or_nothing(paths)
         require_unused(paths.lock)
     if paths.config.exists():
-        _require_same_configuration(paths, config_text, may_differ, complete)
+        _require_configuration(paths, config_text, terms)
     if not os.access(paths.path, os.W_OK | os.X_OK):
         denied = OSError(errno.EACCES, os.strerror(errno.EACCES), str(paths.path))
         raise storage_error("cannot use the run directory", paths.path, denied)
 
 
 class RunDirectory(RunPaths):
-    """An open, locked run directory. Use as a context manager, or :meth:`close` it."""
+    """An open, locked run directory. Use as a context manager, or :meth:`close` it.
 
-    def __init__(self, path: Path, lock: int) -> None:
+    Attributes:
+        config_text: the configuration that the run is opened with, which :meth:`adopt` writes.
+    """
+
+    def __init__(self, path: Path, lock: int, config_text: str = "") -> None:
         super().__init__(path)
-        self._lock = lock
+        self._lock, self.config_text = lock, config_text
 
     @classmethod
     def open(
@@ -131,16 +147,12 @@ class RunDirectory(RunPaths):
         root: Path,
         name: str,
         config_text: str,
-        may_differ: Collection[str] = (),
-        complete: Callable[[str], str] = str,
+        terms: Terms | None = None,
     ) -> Self:
-        """Create or reopen the run's directory, and lock it.
+        """Create or reopen the run's directory, and lock it. One that has a configuration keeps it at first.
 
         Args:
-            may_differ: dotted keys, or sections, that may differ from the stored ``config_text``, which is
-                replaced; ``*``: any item of a list.
-            complete: adds keys to the stored text that it lacks because an older version wrote it. Raises
-                :class:`ConfigError` with the options that are set in it and no longer exist.
+            terms: on which the run may go on with another configuration; None: with none.
 
         Raises:
             RunInUseError: another process works on it.
@@ -156,19 +168,21 @@ class RunDirectory(RunPaths):
             lock = _lock(paths.lock)
             for parent in (paths.path, root):  # what is synced in a folder that a power cut takes is lost
                 fsync_path(parent)
-        run = cls(paths.path, lock)
+        run = cls(paths.path, lock, config_text)
         try:
-            run._adopt(config_text, may_differ, complete)
+            if run.config.exists():
+                _require_configuration(run, config_text, terms)
+            else:
+                run.adopt()
         except BaseException:
             run.close()
             raise
         return run
 
-    def _adopt(self, config_text: str, may_differ: Collection[str], complete: Callable[[str], str]) -> None:
-        if self.config.exists():
-            _require_same_configuration(self, config_text, may_differ, complete)
+    def adopt(self) -> None:
+        """Write the configuration that the run was opened with, once what changes is recorded."""
         with storage_errors("cannot write the configuration", self.config):
-            write_atomically(self.config, config_text.encode(), _mode(config_text))
+            write_atomically(self.config, self.config_text.encode(), _mode(self.config_text))
 
     def close(self) -> None:
         if self._lock in _held_locks:
@@ -263,15 +277,40 @@ def _flock(descriptor: int, path: Path, kind: int) -> None:
         raise
 
 
-def _require_same_configuration(
-    paths: RunPaths, config_text: str, may_differ: Collection[str], complete: Callable[[str], str]
-) -> None:
+def _require_configuration(paths: RunPaths, config_text: str, terms: Terms | None) -> None:
+    changed = changes_of(stored_leaves(paths, terms), flatten(parse_yaml(config_text)))
+    refused = terms.refused(paths, changed) if terms and changed else list(changed)
+    if not refused:
+        return
+    lines = [
+        f"  {key}: {changed[key][0]!r} in the run, {changed[key][1]!r} now"
+        for key in refused[:_SHOWN_DIFFERENCES]
+    ]
+    if len(refused) > _SHOWN_DIFFERENCES:
+        lines.append(f"  and {len(refused) - _SHOWN_DIFFERENCES} more")
+    remedy = f"Start a run of another name, delete {paths.path} to start it again, or undo the change."
+    if terms:
+        remedy = terms.remedy(paths, {key: changed[key][1] for key in refused})
+        remedy += f"\nTo begin anew: choose another name, or delete {paths.path}."
+    raise OtherConfigurationError(
+        f"{paths.path}: this run was started with another configuration:\n" + "\n".join(lines) + f"\n{remedy}"
+    )
+
+
+def stored_leaves(paths: RunPaths, terms: Terms | None = None) -> dict[str, Leaf]:
+    """The keys of a run's stored configuration.
+
+    Raises:
+        OtherConfigurationError: it sets what no longer exists.
+        StoreError: it is damaged.
+    """
     remedy = (
         "Restore it from a copy, or with what `spotlight config` prints for the arguments that the run was "
         "started with."
     )
     try:
-        stored = parse_yaml(complete(paths.config.read_text(encoding="utf-8")))
+        text = paths.config.read_text(encoding="utf-8")
+        stored = parse_yaml(terms.complete(text) if terms else text)
     except ConfigError as error:
         retired = "".join(f"  {problem.key}: {problem.found}\n" for problem in error.problems)
         raise OtherConfigurationError(
@@ -285,43 +324,30 @@ def _require_same_configuration(
         raise StoreError(
             f"{paths.config}: damaged: found {found}, expected the keys of a configuration. {remedy}"
         )
-    old = flatten(stored)
-    new = flatten(parse_yaml(config_text))
-    differing = [
-        key
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key, _ABSENT) != new.get(key, _ABSENT)
-        and not any(_covers(allowed.split("."), key.split(".")) for allowed in may_differ)
-    ]
-    if not differing:
-        return
-    lines = [
-        f"  {key}: {old.get(key, _ABSENT)!r} in the run, {new.get(key, _ABSENT)!r} now"
-        for key in differing[:_SHOWN_DIFFERENCES]
-    ]
-    if len(differing) > _SHOWN_DIFFERENCES:
-        lines.append(f"  and {len(differing) - _SHOWN_DIFFERENCES} more")
-    if may_differ:
-        lines.append(f"Of a resumed run only these may change: {', '.join(sorted(may_differ))}.")
-    raise OtherConfigurationError(
-        f"{paths.path}: this run was started with another configuration:\n" + "\n".join(lines) + "\n"
-        f"Start a run of another name, delete {paths.path} to start it again, or undo the change."
-    )
+    return flatten(stored)
+
+
+def changes_of(old: Mapping[str, Leaf], new: Mapping[str, Leaf]) -> dict[str, tuple[Leaf, Leaf]]:
+    """Old and new values of the keys that differ."""
+    both = {key: (old.get(key, ABSENT), new.get(key, ABSENT)) for key in sorted(old.keys() | new.keys())}
+    return {key: (was, now) for key, (was, now) in both.items() if was != now}
 
 
 def _mode(config_text: str) -> int:
     """For the owner alone where a configuration says what others must not know."""
-    said = [
-        key.split(".")
-        for key, value in flatten(parse_yaml(config_text)).items()
-        if value not in (None, {}, ())
-    ]
-    return 0o600 if any(_covers(each.split("."), key) for each in _CONFIDENTIAL for key in said) else 0o666
+    said = [key for key, value in flatten(parse_yaml(config_text)).items() if value not in (None, {}, ())]
+    return 0o600 if any(map(is_confidential, said)) else 0o666
 
 
-def _covers(allowed: Sequence[str], key: Sequence[str]) -> bool:
-    """Whether a key is one of the allowed ones or within one; ``*`` stands for one part."""
-    return len(allowed) <= len(key) and all(a in ("*", k) for a, k in zip(allowed, key, strict=False))
+def is_confidential(key: str) -> bool:
+    """Whether others must not know the value of a key."""
+    return any(covers(each, key) for each in _CONFIDENTIAL)
+
+
+def covers(pattern: str, key: str) -> bool:
+    """Whether a key is this one or within it; ``*`` stands for one part."""
+    wanted, parts = pattern.split("."), key.split(".")
+    return len(wanted) <= len(parts) and all(a in ("*", k) for a, k in zip(wanted, parts, strict=False))
 
 
 def flatten(tree: object, prefix: str = "") -> dict[str, Leaf]:

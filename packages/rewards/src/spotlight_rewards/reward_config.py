@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt
 
-from spotlight_rewards.base.strict_section import StrictSection
+from spotlight_rewards.base.strict_section import COURSE, WORK, StrictSection
 
 REWARD = "reward"
 """Curve of the weighted sum: the score that every trained sample has, and its advantage is made of."""
@@ -19,28 +19,28 @@ class RewardConfig(StrictSection):
 
     name: str
     """A built-in reward (``spotlight rewards`` lists them) or ``module:function`` of your own."""
-    weight: float = 1.0
+    weight: Annotated[float, COURSE] = 1.0
     """Factor in the sum."""
-    deadline_s: Annotated[float, Field(gt=0, le=1e6)] = 60.0
+    deadline_s: Annotated[float, Field(gt=0, le=1e6), WORK] = 60.0
     """Time limit per call; a call that exceeds it is killed and counts as failed."""
-    retries: Annotated[int, Field(ge=0)] = 1
+    retries: Annotated[int, Field(ge=0), WORK] = 1
     """Further attempts after a failure."""
-    outage_s: Annotated[float, Field(ge=0, le=1e6)] = 1800.0
+    outage_s: Annotated[float, Field(ge=0, le=1e6), WORK] = 1800.0
     """How long a server that does not answer (no connection, time-outs, status 408, 429, 502 to 504) is asked
     again, with growing pauses, before its samples fail; 0: not at all.
     """
-    isolation_s: Annotated[float, Field(ge=0)] | None = None
+    isolation_s: Annotated[Annotated[float, Field(ge=0)] | None, WORK] = None
     """Time for retrying a failed batch image by image, to lose only the bad one; default: 4 deadlines."""
-    device: RewardDevice = "auto"
+    device: Annotated[RewardDevice, WORK] = "auto"
     """Where its processes run. ``auto``: beside this command, with the GPUs there, under torchrun its rank's
     alone (``cpu`` with ``fleet.address``); ``cpu``: without GPUs, on a cluster on reserved nodes; ``spot``:
     idle CPUs of spot nodes, of reserved ones while there are none; ``cuda``: a GPU of its own for each, on a
     cluster of nodes started with the resource ``spotlight_reward``; ``learner``: beside the trainer on the
     device that it trains on, whose GPU all share; with several learner ranks on a cluster, in turn.
     """
-    replicas: PositiveInt | None = None
+    replicas: Annotated[PositiveInt | None, WORK] = None
     """Processes of this reward; default: ``reward_policy.workers``."""
-    batch_size: PositiveInt | None = None
+    batch_size: Annotated[PositiveInt | None, WORK] = None
     """Most samples in a call; default: what the reward declares, else all that are ready at once."""
     frames: PositiveInt = 4
     """Of a video: how many evenly spaced frames a reward for pictures sees; 1: the middle one."""

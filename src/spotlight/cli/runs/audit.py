@@ -52,16 +52,10 @@ def audit_run(directory: Path) -> AuditReport:
     from spotlight.config.load import load_dump
     from spotlight.store.ledger.ledger_audit import AuditLimits
     from spotlight.store.ledger.ledger_audit import audit as recount
-    from spotlight.store.run_directory import RunPaths
+    from spotlight.store.run_directory import RunPaths, flatten
 
     config = load_dump(RunPaths(directory).config, installed=False)
-    limits = AuditLimits.configured(
-        group_size=config.rollout.group_size,
-        updates_per_batch=config.learner.updates_per_batch,
-        next_share=config.pipeline.next_share,
-        train_samples=config.algorithm.train_samples,
-    )
-    return recount(directory, limits)
+    return recount(directory, AuditLimits.configured(flatten(config.model_dump(mode="json"))))
 
 
 def _print(report: AuditReport) -> None:
@@ -93,6 +87,7 @@ def _print(report: AuditReport) -> None:
         ("optimizer steps", count(counts.optimizer_steps)),
         ("refused commits", count(counts.rejected)),
         *((f"{reward} by", ", then ".join(scorers)) for reward, scorers in report.scorers.items()),
+        *(("course", said) for said in report.course),
         ("attempts", ", ".join(f"{bill.attempt}: {bill.ended or 'open'}" for bill in report.attempts)),
         ("worker seconds", f"{sum(report.gpu_seconds_by_phase.values()):,.1f}, {money(report.cost_usd)}"),
         ("  idle time filled by", filled or "nothing"),

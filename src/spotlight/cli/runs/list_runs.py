@@ -72,6 +72,7 @@ def runs(
 def _fields(path: Path) -> dict[str, object]:
     """What the table shows of a run; of one that cannot be read, why."""
     from spotlight.report.record import read_run
+    from spotlight.store.ledger.course_changes import course_words
 
     try:
         run = read_run(path)
@@ -91,6 +92,8 @@ def _fields(path: Path) -> dict[str, object]:
         "validation_iteration": last.iteration if last else None,
         "wall_s": run.wall_s,
         "cost_usd": run.history.cost_usd,
+        "forked_from": run.history.forked_from or None,
+        "changes": course_words(run.history.course),
     }
 
 
@@ -101,8 +104,9 @@ def _row(run: RunRecord) -> list[str | Text]:
     last = run.validations[-1].scores if run.validations else {}
     shown = [last.get(name) for name in JUDGED]
     state = run.history.state
+    forked = f" (from {run.history.forked_from})" if run.history.forked_from else ""
     return [
-        run.paths.path.name,
+        Text(run.paths.path.name + forked),
         f"{run.history.iterations}/{run.config.iterations}",
         *(score(value.mean, value.stderr) if value else "-" for value in shown),
         duration(run.wall_s),

@@ -16,7 +16,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from spotlight.cli import fork_option
 from spotlight.cli.config_command import split_arguments
+from spotlight.cli.run_argument import run_named
 from spotlight.garbage import lasting
 from spotlight.testbed import TESTBEDS
 from spotlight_rewards.base.file_errors import StoreError
@@ -41,8 +43,9 @@ if TYPE_CHECKING:
 ConfigArgument: TypeAlias = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="CONFIG.yaml|KEY=VALUE",
-        help="A configuration file (without it: the embedded default) and overrides in YAML syntax.",
+        metavar="CONFIG.yaml|RUN|KEY=VALUE",
+        help="A configuration file (without it: the embedded default), or a run to go on with; and overrides "
+        "in YAML syntax.",
         show_default=False,
     ),
 ]
@@ -129,6 +132,28 @@ ProfileOption: TypeAlias = Annotated[
         show_default=False,
     ),
 ]
+ForkOption: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--fork",
+        metavar="RUN",
+        help="Another run, --name, from a checkpoint of this one, with its optimizer and reference.",
+        show_default=False,
+    ),
+]
+IterationOption: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        "--iteration",
+        metavar="N",
+        min=1,
+        help="Of --fork: the checkpoint after so many iterations; default: the newest.",
+        show_default=False,
+    ),
+]
+NameOption: TypeAlias = Annotated[
+    str | None, typer.Option("--name", help="Of --fork: the new run's name.", show_default=False)
+]
 KeepDashboardOption: TypeAlias = Annotated[
     bool, typer.Option("--keep-dashboard", help="As --dashboard, but it stays when the run has ended.")
 ]
@@ -148,11 +173,15 @@ def train(
     dashboard: DashboardOption = False,
     keep_dashboard: KeepDashboardOption = False,
     profile: ProfileOption = None,
+    fork: ForkOption = None,
+    iteration: IterationOption = None,
+    name: NameOption = None,
 ) -> None:
     """Train a Diffusion Transformer by reinforcement learning; the same command resumes an interrupted run.
 
     Ctrl-C (or SIGTERM, or a closed terminal) stops as soon as a resume is exact: before an iteration's first
     update at once, then at the iteration's end. A second one stops at once.
+    A command that names the run may change its course from the next iteration on, which is recorded.
     Exit status: 0 finished, 1 stopped by an error, 2 not started, 130 interrupted.
 
     [bold]Examples[/bold]
@@ -182,6 +211,10 @@ def train(
       spotlight train examples/24gb-z-image-turbo.yaml --vote
 
       spotlight train qwen.yaml --profile 3
+
+      spotlight train demo learner.learning_rate=1e-4 --dry-run
+
+      spotlight train --fork demo --iteration 20 --name demo-slower learner.learning_rate=1e-4
     """
     with errors_without_traceback(), lasting():
         options = {
@@ -191,6 +224,10 @@ def train(
         }
         named = [f"{key}={value}" for key, value in options.items() if value is not None]
         given = [*(arguments or []), *(["fleet.driver=ray"] if named else []), *named]
+        if fork is not None or name is not None or iteration is not None:
+            given = fork_option.forked(given, fork, name, iteration, dry_run=dry_run)
+        if not given and fork is not None:
+            return
         config, given = _configured(given, ranks, vote=vote, fit=fit, smoke=smoke)
     if dry_run:
         _print_plan(config, given, ranks)
@@ -217,20 +254,27 @@ def _configured(
     given: list[str], ranks: int | None, *, vote: bool, fit: str | None, smoke: bool
 ) -> tuple[RunConfig, list[str]]:
     """The configuration, and the arguments that give it once the options' own keys are among them."""
-    from spotlight.config.load import load_config
-
-    config = load_config(*split_arguments(given))
+    config = configuration_of(given)
     _require_ranks(config, ranks, smoke)
     if vote:
         given = [*given, *_vote(config, given)]
-        config = load_config(*split_arguments(given))
+        config = configuration_of(given)
     if fit is not None:
         given = [*given, *_fit(config, fit, ranks)]
-        config = load_config(*split_arguments(given))
+        config = configuration_of(given)
     if smoke:
         given = [*given, *_smoke(config)]
-        config = load_config(*split_arguments(given))
+        config = configuration_of(given)
     return config, given
+
+
+def configuration_of(given: list[str]) -> RunConfig:
+    """Of a file and overrides, or of a run and what changes of its course. Raises ConfigError."""
+    from spotlight.config.load import load_config, load_run
+
+    path, overrides = split_arguments(given)
+    run = None if path is None else run_named(str(path))
+    return load_config(path, overrides) if run is None else load_run(run, overrides)
 
 
 def _require_ranks(config: RunConfig, asked: int | None, smoke: bool) -> None:
@@ -298,6 +342,7 @@ def _print_plan(config: RunConfig, arguments: Sequence[str], ranks: int | None) 
     from spotlight.cluster.local.fleet_plan import plan_fleet
     from spotlight.dry_run.run_plan import make_plan
     from spotlight.runtime.preflight import finished_summary, require_disk, require_startable
+    from spotlight.runtime.resuming.course import planned_changes
     from spotlight.store.run_store import Wanted, default_cache, stored_runs
 
     with errors_without_traceback(), lasting():
@@ -311,7 +356,10 @@ def _print_plan(config: RunConfig, arguments: Sequence[str], ranks: int | None) 
             require_disk(config, require_startable(config))
         plan, fleet = make_plan(config, ranks), plan_fleet(config.fleet)
         require_learner_room(config)
+        changes = planned_changes(config)
     console = Console(highlight=False)
+    for each in changes:
+        console.print(Text(f"Changes {each}"), soft_wrap=True)
     print_plan(console, config, plan, fleet, kept)
     shown = shlex.join(["spotlight", "config", *arguments])
     console.print(Text(f"Every key of this configuration: {shown}"), soft_wrap=True)

@@ -19,8 +19,8 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
-from spotlight.cluster.nodes.facts import gather
 from spotlight.cluster.nodes.worker_logs import log_tail
+from spotlight_fleet.facts import gather
 from spotlight_fleet.notices.notice_mail import Outbox
 from spotlight_fleet.notices.notice_watch import NoticeSettings, NoticeWatch
 from spotlight_fleet.notices.sigterm import SigtermNotices, catching_sigterm

@@ -14,9 +14,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
-from spotlight.cluster.nodes.facts import Gpu, NodeFacts
 from spotlight.scheduler.fleet.rank_places import choose_places
 from spotlight.scheduler.types import NodeKind
+from spotlight_fleet.facts import Gpu, NodeFacts
 from spotlight_fleet.ray_names import KIND_RESOURCES, SLOT, SUFFIX
 from spotlight_rewards.base.errors import ConfigError, Problem
 

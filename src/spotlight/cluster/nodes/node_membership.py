@@ -27,10 +27,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from spotlight.cluster.nodes.agent import NodeAgent, plain_settings
 from spotlight.cluster.nodes.drain import drain_node, draining_nodes
-from spotlight.cluster.nodes.facts import NodeFacts, incompatibility, read_facts
 from spotlight.cluster.nodes.listing import ALL_GPUS_VISIBLE, RayNode, diff, read_view
 from spotlight.cluster.nodes.node_list import Pulse, refuses
 from spotlight.cluster.remote_calls import cause_of
+from spotlight_fleet.facts import NodeFacts, incompatibility, read_facts
 from spotlight_fleet.notices.notice_mail import Message, NoticeUpdate, read_messages
 from spotlight_fleet.notices.notice_watch import NoticeSettings
 from spotlight_rewards.base.errors import Problem

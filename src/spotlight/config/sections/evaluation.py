@@ -9,6 +9,7 @@ from pydantic import Field, PositiveInt
 
 from spotlight.config.requires import UNSET, Requires, That, at_most
 from spotlight.config.section import Section
+from spotlight_rewards.base.strict_section import EXTENT
 from spotlight_rewards.reward_config import REWARD
 
 if TYPE_CHECKING:
@@ -21,11 +22,11 @@ _GRID_IMAGES = 4
 class EvaluationConfig(Section):
     """Evaluation on fixed held-out prompts and seeds, with the ODE sampler."""
 
-    every: Annotated[int, Field(ge=0)] = 10
+    every: Annotated[int, Field(ge=0), EXTENT] = 10
     """Iterations between evaluations; 0: none between the start and the end."""
-    at_start: bool = True
+    at_start: Annotated[bool, EXTENT] = True
     """Evaluate before the first iteration."""
-    at_end: bool = True
+    at_end: Annotated[bool, EXTENT] = True
     """Evaluate after the last iteration."""
     prompts: PositiveInt | None = None
     """Number of held-out prompts, evenly spaced over the file; default: all."""
@@ -37,9 +38,9 @@ class EvaluationConfig(Section):
     """Which weights are evaluated and exported."""
     strict: str | None = None
     """Curve of the strict score (``shapes/strict``); default: the first reward's ``strict``, if any."""
-    grid_prompts: PositiveInt = 8
+    grid_prompts: Annotated[PositiveInt, EXTENT] = 8
     """Held-out prompts shown in the image grids."""
-    grid_images: PositiveInt | None = None
+    grid_images: Annotated[PositiveInt | None, EXTENT] = None
     """Images per prompt in the grids; default: 4, or ``images_per_prompt`` if that is less."""
 
     @property

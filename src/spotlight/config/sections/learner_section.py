@@ -11,6 +11,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from spotlight.config.requires import SET, UNSET, Computed, Requires, That, other_than
 from spotlight.config.section import Section
 from spotlight_rewards.base.errors import Problem
+from spotlight_rewards.base.strict_section import COURSE, STATE, WORK
 
 if TYPE_CHECKING:
     from spotlight.config.schema import RunConfig
@@ -40,9 +41,9 @@ class LoraConfig(Section):
 class EmaConfig(Section):
     """Exponential moving average of the policy: decay min((1 + n)/(10 + n), cap)."""
 
-    cap: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    cap: Annotated[float, Field(ge=0, lt=1), COURSE] = 0.9
     """Largest decay."""
-    every: PositiveInt = 8
+    every: Annotated[PositiveInt, COURSE] = 8
     """Optimizer steps between two updates of the average."""
 
     def decay(self, steps: int) -> float | None:
@@ -64,29 +65,31 @@ def _schedules(run: RunConfig) -> bool:
 class LearnerConfig(Section):
     """How the policy is updated."""
 
-    mode: Literal["lora", "full"] = "lora"
+    mode: Annotated[Literal["lora", "full"], STATE] = "lora"
     """Train adapters, or every weight of the DiT."""
-    lora: LoraConfig = LoraConfig()
+    lora: Annotated[LoraConfig, STATE] = LoraConfig()
     """Shape of the adapters. Unused by ``mode: full``."""
-    learning_rate: PositiveFloat = 3e-4
+    learning_rate: Annotated[PositiveFloat, COURSE] = 3e-4
     """AdamW's learning rate, after warm-up."""
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
+    betas: Annotated[
+        tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], COURSE
+    ] = (0.9, 0.999)
     """AdamW's betas."""
-    epsilon: PositiveFloat = 1e-8
+    epsilon: Annotated[PositiveFloat, COURSE] = 1e-8
     """AdamW's epsilon; the gradients' RMS is logged beside it, because mean-reduced log-probs can make
     gradients smaller than it.
     """
-    weight_decay: Annotated[float, Field(ge=0)] = 1e-4
+    weight_decay: Annotated[float, Field(ge=0), COURSE] = 1e-4
     """AdamW's weight decay."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    warmup_steps: Annotated[int, Field(ge=0), COURSE] = 0
     """Optimizer steps of linear warm-up."""
-    decay_iterations: PositiveInt | None = None
+    decay_iterations: Annotated[PositiveInt | None, COURSE] = None
     """After warm-up, cosine decay of the learning rate to 0 at this iteration; default: constant."""
-    schedule_samples: PositiveInt | None = None
+    schedule_samples: Annotated[PositiveInt | None, COURSE] = None
     """Schedules (warm-up and decay of the learning rate, the old policy's decay) advance by trained samples:
     one iteration for so many. Default: by iteration and optimizer step, however few samples these train.
     """
-    max_grad_norm: PositiveFloat = 1.0
+    max_grad_norm: Annotated[PositiveFloat, COURSE] = 1.0
     """Gradients are clipped to this norm."""
     updates_per_batch: PositiveInt = 1
     """Optimizer steps per iteration; its samples are divided among them, so each is in exactly one."""
@@ -94,21 +97,23 @@ class LearnerConfig(Section):
     """How samples are divided among these steps. ``groups``: each step trains whole groups; ``shuffled``:
     samples at random; ``every_group``: an equal part of each group. Advantages are over whole groups anyway.
     """
-    micro_batch_size: PositiveInt = 64
+    micro_batch_size: Annotated[PositiveInt, WORK] = 64
     """Samples per forward/backward of one rank; limited by memory, gradients accumulate."""
     ema: EmaConfig | None = None
     """Maintain a moving average of the policy."""
-    shard: Literal["none", "node", "all"] = "node"
+    shard: Annotated[Literal["none", "node", "all"], WORK] = "node"
     """With several ranks, who holds a part of the DiT each (FSDP2): ``node``, the ranks of a node, so that
     only gradients cross the network; ``all`` ranks, for models that one node does not hold; ``none``: every
     rank holds all of it, the fastest if it fits.
     """
-    keep_gathered: bool | Literal["auto"] = "auto"
+    keep_gathered: Annotated[bool | Literal["auto"], WORK] = "auto"
     """Of ranks that share the DiT and roll out with it (torchrun): gather its parameters once per lease, not
     in every forward. ``auto``: where they fit into each GPU beside a denoising forward, as the first rollouts
     measure it; never on CPUs.
     """
-    recompute: Literal["none", "elementwise", "blocks", "auto"] | Annotated[int, Field(ge=2)] = "none"
+    recompute: Annotated[
+        Literal["none", "elementwise", "blocks", "auto"] | Annotated[int, Field(ge=2)], WORK
+    ] = "none"
     """What the backward pass computes again instead of keeping it. ``elementwise``: all but matrix products
     and attention, about half the memory for little time; ``blocks``: everything, the least memory for about a
     third more time; a number n: all of every n-th block, nothing of the others; ``auto``: as little as fits
@@ -116,13 +121,13 @@ class LearnerConfig(Section):
     of memory all the same is repeated with more recomputation by one rank; it ends several, which wait for
     each other within it: leave them more room with ``pass_memory_gib``.
     """
-    timesteps_per_pass: PositiveInt | Literal["auto"] = 1
+    timesteps_per_pass: Annotated[PositiveInt | Literal["auto"], WORK] = 1
     """Maximum number of training timesteps of a micro-batch per forward and backward. Activations grow in
     proportion; sharded weights are gathered once for all of them. ``auto``: as many as fit into memory,
     measured the first time a shape occurs; fewer where a pass of one rank runs out of memory, which ends
     several.
     """
-    pass_memory_gib: PositiveFloat | None = None
+    pass_memory_gib: Annotated[PositiveFloat | None, WORK] = None
     """With ``timesteps_per_pass: auto`` or ``recompute: auto``, memory that a pass may use; default: what is
     free.
     """

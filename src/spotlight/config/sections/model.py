@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field
 from spotlight.config.requires import SET, UNSET, Requires, That, more_than, other_than
 from spotlight.config.section import Section
 from spotlight.registry import FAMILIES
+from spotlight_rewards.base.strict_section import STATE, WORK
 
 if TYPE_CHECKING:
     from spotlight.config.schema import RunConfig
@@ -34,20 +35,20 @@ _NO_GRAPHS = "Change it, or leave model.cuda_graphs out."
 class ModelConfig(Section):
     """Which Diffusion Transformer is trained."""
 
-    family: Annotated[str, AfterValidator(FAMILIES.known())] = "qwen-image"
+    family: Annotated[str, AfterValidator(FAMILIES.known()), STATE] = "qwen-image"
     """Model family: prompt template, guidance, schedule, decoding and LoRA targets of its pipeline."""
-    path: str = "testbed"
+    path: Annotated[str, STATE] = "testbed"
     """Directory or hub id of a diffusers pipeline; built in are ``testbed``, a tiny Qwen-Image of
     shapes, ``testbed-text``, one that writes, and ``testbed-video``, a tiny Wan. On a cluster, nodes that
     lack a hub id's files get them from nodes that have them.
     """
-    revision: str | None = None
+    revision: Annotated[str | None, STATE] = None
     """Branch, tag or commit if ``path`` is a hub id."""
-    transformer: str | None = None
+    transformer: Annotated[str | None, STATE] = None
     """A fine-tuned transformer to start from, in place of the pipeline's: a directory or file of safetensors,
     with the names of diffusers' class.
     """
-    lora: str | None = None
+    lora: Annotated[str | None, STATE] = None
     """A LoRA to go on from, as policy and as reference: a file, a directory (of peft, too) or a hub id. Only
     with ``learner.mode: lora``, of the same rank and targets; its update is kept under any alpha.
     """
@@ -68,7 +69,7 @@ class ModelConfig(Section):
     ``model.compile``. Blocks that have none, or whose outputs differ from diffusers' on this GPU, keep the
     others, as the log says.
     """
-    quantize: Literal["none", "int8", "nf4"] = "none"
+    quantize: Annotated[Literal["none", "int8", "nf4"], STATE] = "none"
     """In how many bits the linear layers of the frozen base's blocks are held while adapters are trained: as
     ``model.dtype`` says, in 8 (a scale for each output; errors below 1 % of the weights) or in 4 (NF4; 9 %).
     Rollouts and updates use the same weights; a merged export adds the adapter to those of the files.
@@ -78,7 +79,7 @@ class ModelConfig(Section):
     or more that the first forwards take. Results change by rounding, and differ with gradient from those
     without: not for algorithms that compare such log-probs.
     """
-    cuda_graphs: bool = False
+    cuda_graphs: Annotated[bool, WORK] = False
     """Capture each kind of forward without gradient (slot, batch size, text length) as a CUDA graph, when it
     comes the second time: faster where small batches wait for the host. LoRA on bfloat16 weights; not for
     Qwen-Image-2.1.

@@ -8,6 +8,7 @@ from pydantic import AfterValidator, PositiveInt
 
 from spotlight.config.section import Section
 from spotlight.registry import SINKS
+from spotlight_rewards.base.strict_section import WORK
 
 _OTHERS = SINKS.known(without=("tensorboard", "wandb"))
 
@@ -35,11 +36,11 @@ class WandbConfig(Section):
 class MetricsConfig(Section):
     """Where curves are written, besides ``metrics.jsonl``."""
 
-    tensorboard: bool = True
+    tensorboard: Annotated[bool, WORK] = True
     """Write TensorBoard event files into the run directory."""
-    wandb: WandbConfig | None = None
+    wandb: Annotated[WandbConfig | None, WORK] = None
     """Also log to Weights & Biases."""
-    sinks: dict[Annotated[str, AfterValidator(_OTHERS)], dict[str, Any]] = {}  # noqa: RUF012 - pydantic copies
+    sinks: Annotated[dict[Annotated[str, AfterValidator(_OTHERS)], dict[str, Any]], WORK] = {}  # noqa: RUF012 - pydantic copies
     """Further trackers by registered name, each with its options (``trackio: {project: spotlight}``)."""
 
     @property

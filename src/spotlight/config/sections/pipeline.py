@@ -9,6 +9,7 @@ from pydantic import Field, PositiveInt
 from spotlight.config.requires import SET, UNSET, Requires, That, Value, at_least, less_than, other_than
 from spotlight.config.section import Section
 from spotlight.config.sections.algorithm import FlowGRPOConfig
+from spotlight_rewards.base.strict_section import WORK
 
 _SLICE_MIN = 3
 """A sample of the first slice needs mean and standard deviation of at least two others."""
@@ -47,11 +48,11 @@ class PipelineConfig(Section):
     """What rewards are compared with. ``group``: the whole group, so slices wait for it. ``slice``: the
     group's samples so far, leave-one-out. ``exploration``: previews of the group's other seeds.
     """
-    trainers_generate: bool = False
+    trainers_generate: Annotated[bool, WORK] = False
     """The learner's GPUs generate rollouts while they have nothing to train, as far as that lets training
     finish earlier. They hold both models (``fleet.driver: ray``).
     """
-    switch_s: Annotated[float, Field(ge=0)] = 0.0
+    switch_s: Annotated[float, Field(ge=0), WORK] = 0.0
     """Profiled seconds for switching them from training to rollouts, or back."""
     next_share: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the next iteration's groups that may be generated before this one is trained, one policy

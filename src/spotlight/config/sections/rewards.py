@@ -8,20 +8,21 @@ from pydantic import Field, PositiveInt
 
 from spotlight.config.requires import UNSET, Requires, That, other_than
 from spotlight.config.section import Section
+from spotlight_rewards.base.strict_section import WORK
 
 
 class RewardPolicyConfig(Section):
     """What happens if a sample cannot be scored. It never counts as zero."""
 
-    on_failure: Literal["stop", "drop"] = "stop"
+    on_failure: Annotated[Literal["stop", "drop"], WORK] = "stop"
     """``stop``: end the run with the reward's own error; ``drop``: record the sample as dropped, and why."""
-    max_drop_share: Annotated[float, Field(ge=0, le=1)] = 0.25
+    max_drop_share: Annotated[float, Field(ge=0, le=1), WORK] = 0.25
     """With ``drop``: stop the run if more than this share of an iteration is dropped."""
-    workers: PositiveInt | None = None
+    workers: Annotated[PositiveInt | None, WORK] = None
     """Processes per reward that names no ``replicas``; default: 1, or what the reward declares (``ocr-onnx``:
     one per two cores).
     """
-    start_deadline_s: Annotated[float, Field(gt=0, le=86400)] = 120.0
+    start_deadline_s: Annotated[float, Field(gt=0, le=86400), WORK] = 120.0
     """Time limit for a reward's process to start and load, and for checking the prompts."""
 
     requires = (

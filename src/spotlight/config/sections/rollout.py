@@ -9,6 +9,7 @@ from pydantic import Field, PositiveInt
 from spotlight.config.requires import SET, Requires, That, at_most, less_than, more_than, other_than
 from spotlight.config.section import Section
 from spotlight.registry import FAMILIES
+from spotlight_rewards.base.strict_section import COURSE, WORK
 
 if TYPE_CHECKING:
     from spotlight.config.schema import RunConfig
@@ -51,29 +52,29 @@ class RolloutConfig(Section):
     """Frames per video; 1 for families that make pictures."""
     fps: Annotated[float, Field(gt=0)] = 16.0
     """Frames per second of videos."""
-    steps: Annotated[int, Field(ge=2)] = 10
+    steps: Annotated[int, Field(ge=2), COURSE] = 10
     """Denoising steps per training rollout."""
-    sampler: Literal["flow-sde", "cps", "dance", "ode"] = "ode"
+    sampler: Annotated[Literal["flow-sde", "cps", "dance", "ode"], COURSE] = "ode"
     """Sampler inside the SDE window; outside of it and in evaluation it is always the ODE."""
-    noise_level: Annotated[float, Field(ge=0)] = 0.7
+    noise_level: Annotated[float, Field(ge=0), COURSE] = 0.7
     """``a`` of flow-sde and cps, ``eta`` of dance. Unused by ode."""
-    sde_window: SdeWindowConfig = SdeWindowConfig()
+    sde_window: Annotated[SdeWindowConfig, COURSE] = SdeWindowConfig()
     """Where the sampler is stochastic. Unused by ode."""
     initial_noise: Literal["sample", "group"] = "sample"
     """Whose own the noise is that denoising starts from. The samples of a ``group`` that share it differ by
     the noise of their steps alone.
     """
-    true_cfg_scale: Annotated[float, Field(ge=1)] = 1.0
+    true_cfg_scale: Annotated[float, Field(ge=1), COURSE] = 1.0
     """Classifier-free guidance with a negative prompt; above 1, every step costs two forwards."""
     embedded_guidance: Annotated[float, Field(ge=0)] | None = None
     """Guidance that the model takes as an input (FLUX.1-dev, HunyuanVideo); default: the family's usual."""
     negative_prompt: str = " "
     """The negative prompt of guidance, for all prompts."""
-    prompts_per_iteration: PositiveInt = 12
+    prompts_per_iteration: Annotated[PositiveInt, COURSE] = 12
     """Groups per iteration."""
-    group_size: Annotated[int, Field(ge=2)] = 16
+    group_size: Annotated[int, Field(ge=2), COURSE] = 16
     """Samples per prompt; their rewards are compared with each other."""
-    batch_size: PositiveInt = 64
+    batch_size: Annotated[PositiveInt, WORK] = 64
     """Samples denoised per forward; limited by memory, does not affect results."""
 
     @property

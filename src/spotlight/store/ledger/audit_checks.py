@@ -18,8 +18,9 @@ class Check:
     Attributes:
         broken: what a row of ``query`` means.
         query: returns ids of violations (first column). Parameters: ``:finished`` (1 if the last attempt
-            finished the run), ``:group_size`` (NULL if unknown), ``:train_samples`` (of each group; NULL
-            if unknown), ``:staleness_max``.
+            finished the run), ``:limits``, a JSON list of the configuration's limits, the oldest first:
+            each has the iteration that it ends before (``until``), ``group_size``, ``train_samples`` (of each
+            group; both NULL if unknown) and ``staleness_max``.
     """
 
     name: str
@@ -30,6 +31,15 @@ class Check:
 _USED = f"(kind <> 'dropped' OR reason IN ({BY_CHOICE}))"
 """Outcomes of samples that were used, or left out only because of their rewards."""
 _SEQUENCE = " UNION ALL ".join(f"SELECT DISTINCT seq FROM {table}" for table in RECORD_TABLES)
+
+
+def _limit(name: str, iteration: str) -> str:
+    """SQL of a limit at an iteration."""
+    return (
+        f"(SELECT value ->> '{name}' FROM json_each(:limits) WHERE value ->> 'until' IS NULL "
+        f"OR {iteration} < value ->> 'until' ORDER BY key LIMIT 1)"
+    )
+
 
 CHECKS = (
     Check(
@@ -152,7 +162,7 @@ CHECKS = (
         "group-size",
         "groups of train rollouts with members missing or surplus (a prompt drawn twice counts twice; one"
         " dropped as stale was issued again)",
-        """
+        f"""
         WITH members AS (SELECT iteration, prompt, member, COUNT(*) AS times FROM rollouts
             LEFT JOIN outcomes ON outcomes.rollout = rollouts.id
             WHERE rollouts.purpose = 'train' AND outcomes.reason IS NOT 'stale'
@@ -160,8 +170,8 @@ CHECKS = (
         found AS (SELECT iteration, prompt, COUNT(*) AS size, MAX(member) + 1 AS expected,
             MIN(times) AS least, MAX(times) AS most FROM members GROUP BY iteration, prompt)
         SELECT iteration || '/' || prompt FROM found WHERE size <> expected OR least <> most
-            OR size <> COALESCE(:group_size, (SELECT MAX(size) FROM found AS others
-                WHERE others.iteration = found.iteration))
+            OR size <> COALESCE({_limit("group_size", "found.iteration")},
+                (SELECT MAX(size) FROM found AS others WHERE others.iteration = found.iteration))
         """,
     ),
     Check(
@@ -169,13 +179,14 @@ CHECKS = (
         "groups of which another number of samples was trained than configured",
         # A rollout's id is that of its group, and its number within it. Samples that kept ranks from sharing
         # evenly, and silent ones, were chosen too.
-        """
-        WITH found AS (SELECT rtrim(rollouts.id, '0123456789r') AS of, COUNT(*) AS size,
+        f"""
+        WITH found AS (SELECT rtrim(rollouts.id, '0123456789r') AS of, COUNT(*) AS size, iteration,
             COUNT(outcomes.rollout) AS ended, TOTAL(reason IS 'not_chosen') AS left_out,
             TOTAL(kind = 'trained' OR reason IN ('uneven_batch', 'silent_group')) AS chosen
             FROM rollouts LEFT JOIN outcomes ON outcomes.rollout = rollouts.id
             WHERE rollouts.purpose = 'train' GROUP BY of)
-        SELECT of FROM found, (SELECT COALESCE(:train_samples, MAX(chosen)) AS wanted FROM found)
+        SELECT of FROM (SELECT *, COALESCE({_limit("train_samples", "iteration")},
+            (SELECT MAX(chosen) FROM found)) AS wanted FROM found)
             WHERE size = ended AND (chosen > wanted OR (left_out > 0 AND chosen <> wanted))
         """,
     ),
@@ -193,13 +204,14 @@ CHECKS = (
     Check(
         "staleness",
         "samples trained by a policy further from the one that made them than the schedule allows",
-        """
+        f"""
         WITH began AS (SELECT iteration, MIN(version) - 1 AS version FROM optimizer_steps GROUP BY iteration)
         SELECT outcomes.rollout FROM outcomes
         JOIN optimizer_steps ON optimizer_steps.version = outcomes.optimizer_step
         JOIN began ON began.iteration = optimizer_steps.iteration
         JOIN samples ON samples.rollout = outcomes.rollout
-        WHERE kind = 'trained' AND began.version - samples.version NOT BETWEEN 0 AND :staleness_max
+        WHERE kind = 'trained' AND began.version - samples.version NOT BETWEEN 0
+            AND {_limit("staleness_max", "began.iteration")}
         """,
     ),
     Check(

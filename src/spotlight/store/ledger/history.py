@@ -12,6 +12,7 @@ from sqlite3 import Connection
 
 from spotlight.scheduler.types import Filler, Phase
 from spotlight.store.ledger import ledger_queries as queries
+from spotlight.store.ledger.course_changes import CourseChange, read_course
 from spotlight.store.ledger.ledger_schema import Ending, Incident
 from spotlight.store.run_directory import RunPaths
 
@@ -54,6 +55,7 @@ class History:
         prices_usd_h: distinct prices per worker-hour, ascending.
         filled_s: GPU-seconds of otherwise idle time.
         incidents: counts by (kind, whether it hit a spot node).
+        course: what the configuration was changed to on the way, and what the run was forked from.
     """
 
     attempts: tuple[AttemptRecord, ...]
@@ -67,6 +69,7 @@ class History:
     prices_usd_h: tuple[float, ...]
     filled_s: Mapping[Filler, float]
     incidents: Mapping[tuple[Incident, bool], int]
+    course: tuple[CourseChange, ...]
 
     @property
     def interruptions(self) -> int:
@@ -76,6 +79,12 @@ class History:
     @property
     def state(self) -> str:
         return state_of(self.attempts)
+
+    @property
+    def forked_from(self) -> str:
+        """``demo at 12``, the run that this one began from; empty: it began by itself."""
+        forks = [change for change in self.course if change.key == "name"]
+        return f"{forks[-1].was} at {forks[-1].iteration}" if forks else ""
 
 
 def state_of(attempts: Sequence[AttemptRecord]) -> str:
@@ -128,4 +137,5 @@ def read_history(run: Path, within_s: float | None = None) -> History:
             prices_usd_h=queries.prices_usd_h(connection),
             filled_s=queries.filled_s(connection),
             incidents=queries.incidents(connection),
+            course=read_course(connection),
         )

@@ -6,19 +6,21 @@ newest checkpoint is intact and within the ledger.
 
 from __future__ import annotations
 
+import json
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from spotlight.scheduler.types import Filler, Phase
 from spotlight.store.checkpoints import Checkpoint, CheckpointStore
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.audit_checks import CHECKS
+from spotlight.store.ledger.course_changes import CourseChange, course_words, read_course
 from spotlight.store.ledger.ledger_digest import RunningDigest
 from spotlight.store.ledger.ledger_schema import Ending
-from spotlight.store.run_directory import RunPaths
+from spotlight.store.run_directory import ABSENT, RunPaths, is_confidential
 from spotlight.store.store_errors import DamagedCheckpointError
 
 BILLING_TOLERANCE = 0.01
@@ -38,24 +40,44 @@ class AuditLimits:
         group_size: None requires only that an iteration's groups have equal size.
         train_samples: trained of each group, if all were scored; None requires only that it is equally many.
         staleness_max: policy versions from generating a sample to the iteration that trains on it.
+        leaves: the configuration's dotted keys; empty: not known.
     """
 
     group_size: int | None = None
     staleness_max: int = 0
     train_samples: int | None = None
+    leaves: Mapping[str, object] = field(default_factory=dict)
 
     @classmethod
-    def configured(
-        cls,
-        *,
-        group_size: int | None,
-        updates_per_batch: int | None,
-        next_share: float | None,
-        train_samples: int | None,
-    ) -> AuditLimits:
-        """Of the configuration's keys of these names; None: not set, or not known."""
+    def configured(cls, leaves: Mapping[str, object]) -> AuditLimits:
+        """Of a configuration by dotted key; what has no number is not known."""
+        group_size, updates, trained = (
+            value if isinstance(value, int) else None
+            for key in ("rollout.group_size", "learner.updates_per_batch", "algorithm.train_samples")
+            for value in (leaves.get(key),)
+        )
         # Rollouts started early lag by one published version, which is one iteration's optimizer steps.
-        return cls(group_size, (updates_per_batch or 1) if next_share else 0, train_samples or group_size)
+        early = leaves.get("pipeline.next_share") not in (None, ABSENT, 0)
+        return cls(group_size, (updates or 1) if early else 0, trained or group_size, leaves)
+
+    def by_iteration(self, course: Sequence[CourseChange]) -> str:
+        """JSON for the checks: these limits, after those from before each change of the run's course."""
+        leaves, limits = dict(self.leaves), [self._row(None)]
+        if self.leaves:
+            for change in reversed(course):
+                leaves[change.key] = change.was
+                if limits[0]["until"] == change.iteration:
+                    limits.pop(0)
+                limits.insert(0, AuditLimits.configured(leaves)._row(change.iteration))
+        return json.dumps(limits)
+
+    def _row(self, until: int | None) -> dict[str, int | None]:
+        return {
+            "until": until,
+            "group_size": self.group_size,
+            "train_samples": self.train_samples,
+            "staleness_max": self.staleness_max,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +120,7 @@ class AuditReport:
         checkpoint_position: of the newest intact checkpoint; None without one.
         filled_s: GPU-seconds of otherwise idle time.
         scorers: what gave the scores, by reward that says it; several if it changed between attempts.
+        course: what changed on the way, in words, by iteration.
         checks: names of all checks made.
     """
 
@@ -110,6 +133,7 @@ class AuditReport:
     gpu_seconds_by_phase: Mapping[Phase, float]
     filled_s: Mapping[Filler, float]
     scorers: Mapping[str, tuple[str, ...]]
+    course: tuple[str, ...]
     cost_usd: float
     checks: tuple[str, ...]
     violations: tuple[Violation, ...]
@@ -148,12 +172,8 @@ def _audit(
         broken_file = _integrity(connection)
         attempts = _attempts(connection)
         finished = bool(attempts) and attempts[-1].ended is Ending.FINISHED
-        parameters = {
-            "finished": finished,
-            "group_size": limits.group_size,
-            "train_samples": limits.train_samples,
-            "staleness_max": limits.staleness_max,
-        }
+        course = read_course(connection)
+        parameters = {"finished": finished, "limits": limits.by_iteration(course)}
         found = [
             _violation(connection, parameters, check.name, check.broken, check.query) for check in CHECKS
         ]
@@ -167,6 +187,7 @@ def _audit(
             _filled(connection, attempts, checkpoint_position or 0),
             _leased(connection),
             _kept(connection),
+            _course(course, queries.position(connection), limits.leaves),
             broken_checkpoint,
             _same_ledger(connection, newest[0]),
         ]
@@ -180,6 +201,7 @@ def _audit(
             gpu_seconds_by_phase=queries.gpu_seconds_by_phase(connection),
             filled_s=queries.filled_s(connection),
             scorers=queries.scorers(connection),
+            course=tuple(course_words(course)),
             cost_usd=queries.cost_usd(connection),
             checks=tuple(violation.check for violation in found),
             violations=tuple(violation for violation in found if violation.ids),
@@ -273,6 +295,26 @@ def _kept(connection: sqlite3.Connection) -> Violation:
         )
         ids = tuple(rollout for (rollout,) in rows)
     return Violation("kept", "samples kept from a preview that is not their rollout's", ids)
+
+
+def _course(course: Sequence[CourseChange], position: int, leaves: Mapping[str, object]) -> Violation:
+    """Check that changes of the course follow from each other, and lead to the run's configuration.
+
+    A process that dies after it recorded a change, before an iteration began with it, did not make it.
+    """
+    made = [change for change in course if change.position < position]
+    last: dict[str, object] = {}
+    ids = []
+    for change in made:
+        if last.get(change.key, change.was) != change.was:
+            ids.append(f"{change.key} at iteration {change.iteration}")
+        last[change.key] = change.now
+    ids += [f"{key} in config.yaml" for key, now in last.items() if _differs(leaves, key, now)]
+    return Violation("course", "changes of keys that do not lead to the run's configuration", tuple(ids))
+
+
+def _differs(leaves: Mapping[str, object], key: str, now: object) -> bool:
+    return not is_confidential(key) and leaves.get(key, now) != now
 
 
 def _newest_checkpoint(paths: RunPaths) -> tuple[Checkpoint | None, tuple[str, ...]]:

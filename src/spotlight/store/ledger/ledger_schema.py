@@ -12,8 +12,8 @@ controller record that made it. Constraints enforce the accounting:
 - a preview is kept as the sample of at most one rollout (``kept_previews``, part of the sample's record).
 
 The other tables (attempts, workers, GPU-seconds, incidents, rollbacks, filled seconds, scorers, leases,
-prompt files, checkpoints) record how the work went rather than what was decided. Their rows are unnumbered
-and, except filled seconds, survive a rollback.
+prompt files, checkpoints, changes of course) record how the work went rather than what was decided. Their
+rows are unnumbered and, except filled seconds, survive a rollback.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from enum import StrEnum
 
 from spotlight.scheduler.types import DropReason, Filler, Phase, Purpose
 
-SCHEMA_VERSION = 13
+SCHEMA_VERSION = 14
 UPGRADABLE_VERSION = 2
 """Oldest readable version, upgraded on the first write: it lacks ``filled_seconds``, ``scorers``, ``leases``,
-``kept_previews``, ``prompt_files`` and ``checkpoints``, and ``outcomes`` refuses samples left out by choice
-and previews that stopped early.
+``kept_previews``, ``prompt_files``, ``checkpoints`` and ``course_changes``, and ``outcomes`` refuses samples
+left out by choice and previews that stopped early.
 """
 APPLICATION_ID = 0x53504F54
 """Identifies the file as a Spotlight ledger (``SPOT``), so that another database is refused."""
@@ -59,6 +59,8 @@ class Incident(StrEnum):
     """How many spot nodes are asked for to hold a deadline or a budget, and what the rest takes and costs."""
     NODE_RETURNED = "node_returned"
     """A spot node is given back; that it is gone then is no preemption."""
+    COURSE_CHANGED = "course_changed"
+    """From an iteration on the run has another value of the key that is its subject."""
 
 
 class RolloutOutcome(StrEnum):
@@ -329,12 +331,55 @@ CREATE TABLE checkpoints (
 ) STRICT;
 """
 
+_COURSE_CHANGES = """
+-- With which values of a configuration's keys an iteration and those after it were made: JSON, NULL where the
+-- key is absent. Of a fork the key name, too. An attempt that resumes where another did writes its own.
+CREATE TABLE course_changes (
+    id INTEGER PRIMARY KEY,
+    attempt INTEGER NOT NULL REFERENCES attempts (number),
+    position INTEGER NOT NULL CHECK (position >= 0),
+    iteration INTEGER NOT NULL CHECK (iteration >= 0),
+    key TEXT NOT NULL,
+    was TEXT CHECK (json_valid(was)),
+    now TEXT CHECK (json_valid(now))
+) STRICT;
+"""
+
 INDEXES = """
 CREATE INDEX IF NOT EXISTS gpu_seconds_by_position ON gpu_seconds (position);
 CREATE INDEX IF NOT EXISTS leases_by_number ON leases (attempt, lease);
 CREATE INDEX IF NOT EXISTS leases_by_position ON leases (position);
 """
 """Of what pages ask while a run writes. Made when a ledger is opened for writing: older ones lack them."""
+
+
+_OF_WORK = (
+    "leases",
+    "gpu_seconds",
+    "filled_seconds",
+    "scorers",
+    "prompt_files",
+    "checkpoints",
+    "course_changes",
+)
+CUT = (
+    *(f"DELETE FROM {table} WHERE seq > :position" for table in reversed(RECORD_TABLES)),
+    *(f"DELETE FROM {table} WHERE position > :position OR attempt > :attempt" for table in _OF_WORK),
+    "DELETE FROM rollbacks WHERE from_position > :position OR attempt > :attempt",
+    "DELETE FROM incidents WHERE attempt > :attempt",
+    "DELETE FROM attempt_workers WHERE attempt > :attempt",
+    "DELETE FROM attempts WHERE number > :attempt",
+    """UPDATE attempt_workers SET left_at = joined_at + (SELECT TOTAL(seconds) FROM gpu_seconds AS spent
+        WHERE spent.attempt = attempt_workers.attempt AND spent.worker = attempt_workers.worker)
+    WHERE attempt = :attempt""",
+    f"""UPDATE attempts SET ended = '{Ending.STOPPED.value}', (ended_at, seen_at) =
+        (SELECT MAX(started_at, COALESCE(MAX(left_at), 0)), MAX(started_at, COALESCE(MAX(left_at), 0))
+            FROM attempt_workers WHERE attempt = number)
+    WHERE number = :attempt""",
+    "DELETE FROM incidents WHERE attempt = :attempt "
+    "AND at > (SELECT ended_at FROM attempts WHERE number = :attempt)",
+)
+"""Leave what was before a checkpoint of an attempt, as if the attempt had ended there."""
 
 
 def _insert_only(table: str) -> str:
@@ -356,6 +401,7 @@ SCHEMA = "\n".join(
         _KEPT,
         _PROMPT_FILES,
         _CHECKPOINTS,
+        _COURSE_CHANGES,
         _INSERT_ONLY,
         f"PRAGMA application_id = {APPLICATION_ID};",
         f"PRAGMA user_version = {SCHEMA_VERSION};",
@@ -390,6 +436,7 @@ _ADDED = {
     11: _INCIDENTS_AGAIN,
     12: _PROMPT_FILES,
     13: _CHECKPOINTS,
+    14: _INCIDENTS_AGAIN + _COURSE_CHANGES,
 }
 """What each version added."""
 

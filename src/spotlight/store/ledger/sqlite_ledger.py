@@ -39,8 +39,10 @@ from spotlight.scheduler.records import (
 )
 from spotlight.scheduler.types import Filler, Lease, Phase, RolloutId, WorkerId
 from spotlight.store.ledger import ledger_queries as queries
+from spotlight.store.ledger.course_changes import CourseChange, course_words, read_course
 from spotlight.store.ledger.ledger_digest import RunningDigest
 from spotlight.store.ledger.ledger_schema import (
+    CUT,
     INDEXES,
     RECORD_TABLES,
     SCHEMA,
@@ -51,6 +53,7 @@ from spotlight.store.ledger.ledger_schema import (
     RolloutOutcome,
     upgrade_from,
 )
+from spotlight.store.run_directory import ABSENT
 from spotlight.store.store_errors import LedgerError
 from spotlight_rewards.base.file_errors import StoreError, storage_error
 from spotlight_rewards.base.prompts import PromptId
@@ -340,6 +343,45 @@ class SqliteLedger:
         """The prompts that the records up to ``position`` were made with, by key; none of an older run."""
         return queries.prompts_at(self._connection, position)
 
+    def course(self, since: int = 0) -> tuple[CourseChange, ...]:
+        """Changes of the run's course, from the position ``since`` on."""
+        return read_course(self._connection, since)
+
+    def course_before(self, position: int) -> dict[str, object]:
+        """Values that keys had before a run that resumes at ``position`` changed them, there or later."""
+        return {change.key: change.was for change in reversed(self.course(position))}
+
+    def record_course(
+        self, position: int, iteration: int, changes: Mapping[str, tuple[object, object]], now_s: float
+    ) -> list[str]:
+        """Record what differs from ``iteration``, whose first record follows ``position``, on.
+
+        Changes recorded there or later are forgotten: they were not trained with, or are undone.
+
+        Args:
+            changes: former and new value by key; :data:`~spotlight.store.run_directory.ABSENT`: none.
+
+        Returns:
+            The changes in words.
+        """
+        attempt = self._current_attempt()
+        recorded = [CourseChange(iteration, position, key, was, now) for key, (was, now) in changes.items()]
+        with self._transaction(f"what changes from iteration {iteration} on"):
+            self._connection.execute("DELETE FROM course_changes WHERE position >= ?", (position,))
+            for change in recorded:
+                texts = [None if value == ABSENT else json.dumps(value) for value in (change.was, change.now)]
+                self._connection.execute(
+                    "INSERT INTO course_changes (attempt, position, iteration, key, was, now) "
+                    "VALUES (?, ?, ?, ?, ?, ?)",
+                    (attempt, position, iteration, change.key, *texts),
+                )
+                self._connection.execute(
+                    "INSERT INTO incidents (attempt, at, kind, subject, spot, detail) "
+                    "VALUES (?, ?, ?, ?, 0, ?)",
+                    (attempt, now_s, Incident.COURSE_CHANGED, change.key, change.words),
+                )
+        return course_words(recorded)
+
     def end_attempt(self, ending: Ending, now_s: float = 0.0) -> None:
         """Stop billing at the last entry or ``now_s``, whichever is later; all seconds need a phase."""
         attempt = self._current_attempt()
@@ -396,6 +438,20 @@ class SqliteLedger:
         self._position = position
         self._digest.forget_after(position)
         return forgotten
+
+    def cut_after(self, position: int) -> None:
+        """Leave the records up to a checkpoint and the work on them: in a copy, which a fork goes on from."""
+        row = self._connection.execute(
+            "SELECT COALESCE((SELECT attempt FROM checkpoints WHERE position = ?1 ORDER BY id DESC LIMIT 1), "
+            "(SELECT MAX(attempt) FROM gpu_seconds WHERE position <= ?1))",
+            (position,),
+        ).fetchone()
+        (self._attempt,) = row
+        with self._transaction(f"what is left of a run's ledger at record {position}"):
+            for statement in CUT:
+                self._connection.execute(statement, {"position": position, "attempt": self._attempt})
+        self._position = position
+        self._digest.forget_after(0)
 
     def digest_at(self, position: int) -> str:
         """The digest that a checkpoint at ``position`` names; see ``ledger_digest.py``."""

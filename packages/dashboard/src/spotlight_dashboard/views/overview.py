@@ -16,6 +16,7 @@ from spotlight.store.ledger.history import History, read_attempts, read_history,
 from spotlight.store.ledger.ledger_audit import AuditLimits, audit
 from spotlight.store.ledger.ledger_schema import Incident
 from spotlight.store.metrics import JUDGED, STDERR
+from spotlight.store.run_directory import flatten
 from spotlight_dashboard.figures import Json, finite
 from spotlight_dashboard.metric_names import LOSS
 from spotlight_dashboard.run_folders import READ_S, RunFolder, Settings
@@ -182,14 +183,7 @@ def verdict(run: RunFolder) -> Json:
         LedgerError: there is no ledger, or it cannot be read in full.
     """
     run.ledger()
-    settings = run.settings()
-    limits = AuditLimits.configured(
-        group_size=settings.whole("rollout.group_size"),
-        updates_per_batch=settings.whole("learner.updates_per_batch"),
-        next_share=settings.number("pipeline.next_share"),
-        train_samples=settings.whole("algorithm.train_samples"),
-    )
-    report = audit(run.path, limits, AUDIT_S)
+    report = audit(run.path, AuditLimits.configured(flatten(run.settings().tree)), AUDIT_S)
     return {
         "ok": report.ok,
         "finished": report.finished,

@@ -194,7 +194,7 @@ class LocalCluster:
 def local_cluster(slots: int, name: str = "reserved-0") -> Iterator[LocalCluster]:
     """A local Ray with one reserved node of ``slots`` CPU slots, ended with the block.
 
-    Join it with :func:`spotlight.cluster.nodes.connection.connected`. Remains of earlier runs are ended
+    Join it with :func:`spotlight_fleet.connection.connected`. Remains of earlier runs are ended
     first.
 
     Raises:

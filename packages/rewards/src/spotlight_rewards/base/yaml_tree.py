@@ -138,6 +138,10 @@ def section_of(tree: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
         if node.get(parent) is None:  # absent, or `ema: null` enabled by an override
             node[parent] = {}
         child = node[parent]
+        items = {str(index): item for index, item in enumerate(child)} if isinstance(child, list) else {}
+        if isinstance(items.get(parents[depth] if depth < len(parents) else ""), dict):
+            node = items
+            continue
         if not isinstance(child, dict):
             whole = ".".join(parents[:depth])
             problem = Problem(

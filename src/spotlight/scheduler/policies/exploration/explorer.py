@@ -248,13 +248,14 @@ class Explorer:
             self.planner.load(section(state, "policy"))
         groups = section(state, "groups")
         self.groups = {int(slot): ExploredGroup.from_dict(tree) for slot, tree in groups.items()}
-        unknown = [group.prompt for group in self.groups.values() if group.prompt not in self._prompts]
-        if unknown:
-            raise ValueError(
-                f"the checkpoint has seeds for prompt {unknown[0]}, which is not among the training prompts: "
-                "resume with the prompts that the run began with"
-            )
-        self.report = dict(section(state, "report"))
+        if all(map(self._fits, self.groups, self.groups.values())):
+            self.report = dict(section(state, "report"))
+        else:  # the run's course was changed: the next iteration's seeds are random ones
+            self.groups = {}
+
+    def _fits(self, slot: int, group: ExploredGroup) -> bool:
+        known, plan = group.prompt in self._prompts, self._plan
+        return known and slot < plan.prompts_per_iteration and len(group.seeds) == plan.group_size
 
 
 def make_planner(plan: Plan, exploration: ExplorationConfig) -> Planner | None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import spotlight
+import spotlight_fleet
 from spotlight_rewards.base.errors import Problem
 
 _NVIDIA_SMI_S = 20.0
@@ -86,7 +86,7 @@ def read_facts(values: Mapping[str, object]) -> NodeFacts:
 def gather() -> NodeFacts:
     """Facts of this machine and process."""
     return NodeFacts(
-        spotlight=spotlight.__version__,
+        spotlight=spotlight_fleet.__version__,
         python=platform.python_version(),
         torch=_installed("torch"),
         host=socket.gethostname(),

@@ -1,0 +1,1 @@
+"""On which terms a run goes on, and forks."""
