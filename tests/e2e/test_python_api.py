@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 from main_job import TINY, Job
+from PIL import Image as PILImage
 
 import spotlight
 from spotlight.api.arguments import overrides_of, prompt_files, reward_of
 from spotlight.cli.runs.notebook_progress import NotebookProgress
 from spotlight.cli.runs.progress import Facts
 from spotlight.config.load import dump_config, load_config
-from spotlight.data.datasets import load_prompts
+from spotlight.data.datasets import load_prompts, read_prompts
 from spotlight.scheduler.types import Phase
 from spotlight_rewards.base.errors import ConfigError
 from spotlight_rewards.base.file_errors import StoreError
@@ -144,6 +145,18 @@ def test_functions_of_modules_are_named_and_others_copied(tmp_path: Path) -> Non
         ({"rewards": [None]}, "rewards: found None; expected a name, a function or a section"),
         ({"prompts": [1, 2]}, "prompts: found 1; expected texts, or rows whose column 'prompt' is one"),
         ({"prompts": ["a cat", None]}, "prompts: found None; expected texts"),
+        (
+            {"prompts": {"prompt": ["a cat"], "tag": ["b"]}},
+            "prompts: found {'prompt': ['a cat'], 'tag': ['b']}",
+        ),
+        (
+            {"prompts": ["a cat", "a dog", "a cat"]},
+            "prompts[2]: found 'a cat'; expected each prompt once; it is prompts[0] too",
+        ),
+        ({"test_prompts": ["a cat", " "]}, "test_prompts[1]: found ' '"),
+        ({"prompts": [{"prompt": "a cat", "at": object}]}, "prompts[0]: found {'prompt': 'a cat', 'at'"),
+        ({"rollout": {"steps": object}}, "rollout.steps: found <class 'object'>; expected a number, a text"),
+        ({"rollout": {"stepps": 3}}, "Cannot use the arguments of train:"),
         ({"prompts": 3}, "prompts: found 3; expected a file, texts"),
         ({"test_prompts": [None]}, "test_prompts: found None; expected texts"),
     ],
@@ -153,7 +166,9 @@ def test_arguments_of_a_wrong_kind_are_named(given: dict[str, Any], found: str, 
         spotlight.train(cache_dir=tmp_path, **given)
 
 
-def test_prompts_are_texts_rows_or_tables(tmp_path: Path) -> None:
+def test_prompts_are_texts_rows_or_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
     class Table:
         columns = ("prompt", "tag")
 
@@ -171,6 +186,10 @@ def test_prompts_are_texts_rows_or_tables(tmp_path: Path) -> None:
         "data.train": "train.txt",
         "data.test": "test.txt",
     }
+    PILImage.new("RGB", (4, 4)).save("its.png")  # beside the caller, not beside the cached file
+    files = prompt_files(["a cat", {"prompt": "a dog", "references": ["its.png"]}], "test.txt", tmp_path)
+    _, dog = read_prompts("data.train", Path(files["data.train"]))
+    assert dog.metadata["references"] == [str(tmp_path / "its.png")]
     with pytest.raises(ConfigError, match="column 'prompt'"):
         prompt_files([{"text": "a cat"}, {"text": "a dog"}], None, tmp_path)
 

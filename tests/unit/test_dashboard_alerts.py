@@ -36,7 +36,7 @@ from spotlight_dashboard.answers import RunAnswers
 from spotlight_dashboard.run_folders import RunFolder, find_runs
 from spotlight_dashboard.views.findings import RunLimits, RunOutlook, findings
 from spotlight_dashboard.views.money import money
-from spotlight_dashboard.views.overview import nodes_now, spot_gone_at
+from spotlight_dashboard.views.overview import history_and_findings, nodes_now, spot_gone_at
 
 WORKER = WorkerId("reserved-0/0")
 NO_HISTORY = History(
@@ -65,6 +65,7 @@ NO_HISTORY = History(
     prices_usd_h=(),
     filled_s={},
     incidents={},
+    course=(),
 )
 ALERT = Alert("a run", "idle", True, "It idles.", "Do this.", False, 1.0)
 
@@ -245,6 +246,18 @@ def findings_in(
     history: History, rows: Sequence[Mapping[str, float | None]], now_s: float | None = None
 ) -> set[str]:
     return {each.name for each in findings(history, {}, rows, time.time() if now_s is None else now_s)}
+
+
+def test_damaged_lines_of_the_metrics_are_counted_and_a_cut_end_is_not(place: Path) -> None:
+    with live(place) as (_, runs):
+        run = runs["mine"]
+        run.paths.metrics.write_bytes(
+            b'{"iteration": 0, "samples_trained": 1, "wall_s": 1.0}\n{"iter\n[]\n{"it'
+        )
+        _, found = history_and_findings(run, RunLimits())
+        (damage,) = (each for each in found if each.name == "damaged_metrics")
+        assert damage.serious
+        assert "2 lines of metrics.jsonl are no rows: 2, 3." in damage.finding
 
 
 def test_a_run_is_silent_after_two_of_its_iterations(place: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
 import urllib.request
@@ -74,6 +75,26 @@ def test_patience_has_the_end_that_the_key_names() -> None:
     assert notes == []
 
 
+def test_a_reward_that_is_away_for_good_is_not_waited_for_batch_by_batch() -> None:
+    made, notes = outage(0.05)
+    calls: list[int] = []
+
+    def away(which: Sequence[int]) -> list[Outcome]:
+        calls.append(len(which))
+        return [AWAY for _ in which]
+
+    made.outlast(away, 1, together=False)
+    waited = len(calls)
+    made.outlast(away, 1, together=False)
+    assert len(calls) == waited + 1 > 2
+    made.outlast(lambda which: [BAD], 1, together=False)
+    assert len(notes) == 1, "what fails otherwise is no score"
+    made.outlast(lambda which: [GOOD], 1, together=False)
+    made.outlast(away, 1, together=False)
+    assert len(calls) > waited + 2
+    assert ["scores again" in each for each in notes] == [False, True, False]
+
+
 def test_a_pool_that_closes_ends_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outages, "PAUSE_S", 1e5)
     monkeypatch.setattr(outages, "PAUSE_MAX_S", 1e5)
@@ -100,5 +121,14 @@ def test_what_a_reward_of_ones_own_raises_for_want_of_a_server_is_an_outage() ->
         address = f"http://127.0.0.1:{free.getsockname()[1]}"
     assert is_away(raised_by(address))
     assert is_away(AwayError("503"))
-    for error in (ValueError("shape"), FileNotFoundError("weights"), SampleError("no text"), MemoryError()):
+    assert is_away(OSError(errno.EHOSTUNREACH, "No route to host"))
+    itself = ValueError("its own cause")
+    itself.__cause__ = itself
+    for error in (
+        itself,
+        ValueError("shape"),
+        FileNotFoundError("weights"),
+        SampleError("no text"),
+        MemoryError(),
+    ):
         assert not is_away(error)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import cast
 
@@ -12,6 +14,7 @@ import pytest
 
 from spotlight.runtime.inline import InlineDriver, InlineParts, _encode, _Scoring
 from spotlight.scheduler.cluster.queue import PullQueue
+from spotlight.scheduler.events import StopRequested
 from spotlight.scheduler.types import DropReason, Phase, PolicyVersion, Purpose, Rollout, RolloutId
 from spotlight.training.sharding import Ranks
 from spotlight_rewards.base.prompts import PromptId
@@ -108,6 +111,23 @@ def test_a_failure_that_will_stop_the_run_stops_it_at_once(
     driven = driver(PullQueue(lease_s=1.0), [], max_drop_share)
     driven._scoring.extend(map(scoring, results))
     assert driven._stopping_failure() is stops
+
+
+def test_a_run_that_a_failure_ends_can_be_stopped_while_it_waits_for_scores_before() -> None:
+    driven = driver(PullQueue(lease_s=1.0), [], None)
+
+    @contextmanager
+    def phase(_: Phase) -> Iterator[None]:
+        driven.request_stop()  # while it waits
+        yield
+
+    def endless() -> RewardBatch:
+        raise AssertionError("nothing could end this")
+
+    driven.parts.clock = SimpleNamespace(phase=phase)  # type: ignore[assignment]
+    driven._scoring.extend(map(scoring, [None, FAILED]))
+    driven._scoring[0].future.result = endless  # type: ignore[assignment, method-assign]
+    assert driven._next_event() == StopRequested()
 
 
 def test_each_way_a_reward_fails_has_a_reason_of_its_own() -> None:

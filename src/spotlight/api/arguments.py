@@ -13,20 +13,27 @@ from typing import Any, NoReturn, TypeAlias
 
 from spotlight_rewards.base.errors import ConfigError, Problem
 from spotlight_rewards.base.files import write_atomically
+from spotlight_rewards.base.prompt_files import parse_record, with_found_pictures
+from spotlight_rewards.base.prompts import Prompt, PromptId
 
 PromptsArgument: TypeAlias = str | Path | Sequence[str] | Iterable[Mapping[str, Any]]
 RewardArgument: TypeAlias = str | Callable[..., Any] | Mapping[str, Any]
 
+ARGUMENTS = "the arguments of train"
 _HELD_OUT_EVERY = 10
 
 
-def overrides_of(keys: Mapping[str, Any]) -> Iterator[str]:
+def overrides_of(keys: Mapping[str, Any], section: str = "") -> Iterator[str]:
     """Keyword arguments as ``key.subkey=value``; a nested mapping sets only the keys that it names."""
-    for key, value in keys.items():
+    for name, value in keys.items():
+        key = f"{section}{name}"
         if isinstance(value, Mapping) and value:
-            yield from (f"{key}.{below}" for below in overrides_of(value))
-        else:
+            yield from overrides_of(value, f"{key}.")
+            continue
+        try:
             yield f"{key}={json.dumps(value, default=_plain)}"
+        except TypeError:
+            _refuse(key, value, "a number, a text, or a list or dictionary of them", "Convert it.")
 
 
 def _plain(value: object) -> object:
@@ -63,7 +70,7 @@ def label_of(function: object) -> str:
 
 
 def _refuse(key: str, found: object, expected: str, remedy: str) -> NoReturn:
-    raise ConfigError("the arguments of train", [Problem(key, repr(found), expected, remedy)])
+    raise ConfigError(ARGUMENTS, [Problem(key, repr(found), expected, remedy)])
 
 
 def reward_of(reward: RewardArgument, run: Path, cache: Path) -> dict[str, Any]:
@@ -95,7 +102,8 @@ def prompt_files(
 ) -> dict[str, str]:
     """``data.train`` and ``data.test``; lists are written into the cache directory under their digests.
 
-    Without ``test_prompts`` every tenth prompt of a list is held out. Raises ConfigError.
+    Without ``test_prompts`` every tenth prompt of a list is held out. Raises ConfigError, or
+    PromptFileError for pictures that are not there.
     """
     files: dict[str, str] = {}
     if test_prompts is None and prompts is not None and not isinstance(prompts, str | Path):
@@ -115,21 +123,31 @@ def prompt_files(
 
 
 def _records(key: str, prompts: Any) -> list[dict[str, Any]]:
-    """Of texts, of mappings with ``prompt``, of a DataFrame or of a ``datasets.Dataset``."""
+    """Of texts, of mappings with ``prompt``, of a DataFrame or of a ``datasets.Dataset``.
+
+    Paths of pictures start from the current directory.
+    """
     if hasattr(prompts, "columns") and hasattr(prompts, "to_dict"):
         prompts = prompts.to_dict("records")
     elif hasattr(prompts, "to_list"):
         prompts = prompts.to_list()
     expected = "texts, or rows whose column 'prompt' is one"
-    if not isinstance(prompts, Iterable):
+    if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
         _refuse(key, prompts, f"a file, {expected}", "Give a list.")
-    records = []
-    for each in prompts:
+    found: dict[PromptId, Prompt] = {}
+    for number, each in enumerate(prompts):
         record = {"prompt": each} if isinstance(each, str) else each
         if not isinstance(record, Mapping) or not isinstance(record.get("prompt"), str):
             _refuse(key, each, expected, "Correct it, or rename the column of the texts.")
-        records.append(dict(record))
-    return records
+        try:
+            prompt = parse_record(json.dumps(dict(record)))
+        except (TypeError, ValueError) as error:  # what JSON has no word for, or the text is none to train on
+            _refuse(f"{key}[{number}]", each, expected, f"{error}. Correct it, or leave the column out.")
+        if prompt.id in found:
+            earlier = f"each prompt once; it is {key}[{list(found).index(prompt.id)}] too"
+            _refuse(f"{key}[{number}]", each, earlier, "Leave it out, as list(dict.fromkeys(texts)) does.")
+        found[prompt.id] = prompt
+    return [{"prompt": each.text, **each.metadata} for each in with_found_pictures(list(found.values()), key)]
 
 
 def _written(records: Sequence[Mapping[str, Any]], cache: Path) -> Path:

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from spotlight.api.arguments import label_of
+from spotlight.api.arguments import ARGUMENTS, label_of
 from spotlight_rewards.base.errors import ConfigError, Problem
 from spotlight_rewards.base.files import write_atomically
 from spotlight_rewards.reward import Image, Reward, RewardSetupError
@@ -65,7 +65,7 @@ def pickled(function: Callable[..., Any], run: Path, cache: Path) -> dict[str, A
             "a function that refers to plain values, or one of a module",
             "Make within it what it refers to, or write it into a module.",
         )  # fmt: skip
-        raise ConfigError("the arguments of train", [problem]) from error
+        raise ConfigError(ARGUMENTS, [problem]) from error
     folder = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]
     path = cache / "rewards" / folder / f"{label}.pkl"
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spotlight.api.arguments import (
+    ARGUMENTS,
     PromptsArgument,
     RewardArgument,
     overrides_of,
@@ -17,7 +18,7 @@ from spotlight.api.arguments import (
 )
 from spotlight.api.opened_run import Run
 from spotlight.api.opened_run import open as open_run
-from spotlight_rewards.base.errors import UserError
+from spotlight_rewards.base.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     from spotlight.config.schema import RunConfig
@@ -62,7 +63,6 @@ def train(
             command, before any work.
         RunStoppedError: the run stopped by an error.
     """
-    from spotlight.config.load import load_config
     from spotlight.runtime.assembly.components import cache_dir
 
     sections = {
@@ -70,17 +70,27 @@ def train(
         "algorithm": {"name": algorithm} if isinstance(algorithm, str) else algorithm or {},
     }
     given = [*overrides_of({name: each for name, each in sections.items() if each}), *overrides_of(keys)]
-    source = Path(os.devnull if config is None else config)
     # A key may name a reward's curve, so their places stand in for them where the run's own is sought.
     stand_ins = [] if rewards is None else [*overrides_of({"rewards": stand_ins_of(rewards)})]
-    run_config = load_config(source, [*given, *stand_ins])
+    run_config = _loaded(config, [*given, *stand_ins])
     cache, directory = cache_dir(run_config), run_config.runs_dir / run_config.name
     if rewards is not None:
         given += overrides_of({"rewards": rewards_of(rewards, directory, cache)})
     if prompts is not None or test_prompts is not None:
         given += overrides_of(prompt_files(prompts, test_prompts, cache))
-    run_config = load_config(source, given)
+    run_config = _loaded(config, given)
     return trained(run_config, plain=plain)
+
+
+def _loaded(config: str | Path | None, given: Sequence[str]) -> RunConfig:
+    from spotlight.config.load import load_config
+
+    if config is not None:
+        return load_config(Path(config), given)
+    try:
+        return load_config(Path(os.devnull), given)
+    except ConfigError as error:
+        raise ConfigError(ARGUMENTS, error.problems) from None
 
 
 def trained(config: RunConfig, *, plain: bool) -> Run:

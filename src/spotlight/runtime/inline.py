@@ -217,10 +217,7 @@ class InlineDriver:
         if self._events:
             return self._events.popleft()
         self._submit()
-        if self._stopping_failure():
-            self._collect(self._scoring.popleft())
-            return self._next_event()
-        if self.parts.controller.queue.outstanding:
+        if self.parts.controller.queue.outstanding and not self._stopping_failure():
             return self._pull()
         if self._scoring:
             if self._scored(self._scoring[0]):

@@ -38,6 +38,7 @@ decorated with :func:`takes_groups` gets exactly one prompt's samples per call, 
 
 from __future__ import annotations
 
+import errno
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -152,20 +153,29 @@ class SampleError(Exception):
     """Why one sample has no score; may stand in its place in a reward's ``"score"``."""
 
 
+_UNREACHABLE = {errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH}
+"""Of a machine that is gone; Python has no type for them."""
+
+
 class AwayError(SampleError):
     """What scores does not answer at the moment: it is asked again, for up to ``rewards[].outage_s``.
 
-    A reward may raise it, or return it for a sample. A ConnectionError or TimeoutError counts as one, and
-    what is raised because of one.
+    A reward may raise it, or return it for a sample. A ConnectionError, a TimeoutError, and an OSError of a
+    host that is unknown or unreachable count as one, and so does what is raised because of one.
     """
 
 
 def is_away(error: BaseException) -> bool:
     """Whether an error, or one that it was raised because of, says that what scores does not answer."""
-    seen: BaseException | None = error
-    while seen is not None and not isinstance(seen, AwayError | ConnectionError | TimeoutError | gaierror):
-        seen = seen.__cause__ or seen.__context__
-    return seen is not None
+    causes: list[BaseException] = []
+    while error not in causes:  # an error may be its own cause
+        causes.append(error)
+        error = error.__cause__ or error.__context__ or error
+    return any(
+        isinstance(each, AwayError | ConnectionError | TimeoutError | gaierror)
+        or (isinstance(each, OSError) and each.errno in _UNREACHABLE)
+        for each in causes
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -226,6 +226,13 @@ def validation_rows(run: RunFolder, points_max: int = 300) -> list[Json]:
     ]
 
 
+def damaged_lines(run: RunFolder) -> list[int]:
+    """Numbers of the whole lines of ``metrics.jsonl`` that are no rows, which a run does not go on with."""
+    path = run.readable(run.paths.metrics)
+    content = read_regular(path, METRICS_BYTES_MAX) if path is not None else b""
+    return [number for number, line in enumerate(content.split(b"\n")[:-1], start=1) if _row(line) is None]
+
+
 def recent_rows(run: RunFolder, rows_max: int, bytes_max: int = 1 << 18) -> list[dict[str, float | None]]:
     """The newest whole rows of training, the oldest first, from the file's last ``bytes_max`` bytes."""
     found: list[dict[str, float | None]] = []

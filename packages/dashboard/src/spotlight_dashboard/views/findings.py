@@ -28,6 +28,7 @@ UNSEEN_AT_FIRST_S_MAX = 3600.0
 COLLAPSED_SHARE = 0.5
 CLIPPED_SHARE_MAX = 0.5
 _MEAN_OF = 5
+_LINES_SHOWN = 5
 ENDINGS = ("ended", "stopped")
 """Names of the findings that tell how a run ended."""
 _ENDED = {"failed": "failed", "killed": "was killed"}
@@ -82,6 +83,7 @@ def findings(
     outlook: RunOutlook | None = None,
     limits: RunLimits = RunLimits(),
     validations: Sequence[Validated] = (),
+    damaged: Sequence[int] = (),
 ) -> list[RunFinding]:
     """The findings, serious ones first.
 
@@ -90,10 +92,12 @@ def findings(
         rows: the newest metrics, the oldest first.
         now_s: since the epoch.
         validations: the oldest first.
+        damaged: numbers of the lines of ``metrics.jsonl`` that are no rows.
         spot_gone_at: since when a running run has no spot node of those that it had.
     """
     found = [
         *_about_attempts(history, now_s, iteration_s(rows)),
+        *_about_damage(damaged),
         *_about_seconds(seconds),
         *_about_samples(history),
         *_about_notices(history),
@@ -139,6 +143,18 @@ def _about_attempts(history: History, now_s: float, mean_s: float | None) -> Ite
             "silent_run",
             f"Attempt {last.number} has billed nothing for {(now_s - last.seen_at) / 60:.0f} minutes.",
             f"See whether process {last.pid} on {last.host} lives, and read {log}.",
+            serious=True,
+        )
+
+
+def _about_damage(lines: Sequence[int]) -> Iterator[RunFinding]:
+    if lines:
+        shown = ", ".join(map(str, lines[:_LINES_SHOWN])) + ", ..." * (len(lines) > _LINES_SHOWN)
+        yield RunFinding(
+            "damaged_metrics",
+            f"{len(lines)} lines of metrics.jsonl are no rows: {shown}. The charts leave them out; "
+            "the next checkpoint or resume fails.",
+            "Delete those lines.",
             serious=True,
         )
 

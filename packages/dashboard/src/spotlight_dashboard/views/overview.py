@@ -20,7 +20,7 @@ from spotlight.store.run_directory import flatten
 from spotlight_dashboard.figures import Json, finite
 from spotlight_dashboard.metric_names import LOSS
 from spotlight_dashboard.run_folders import READ_S, RunFolder, Settings
-from spotlight_dashboard.views.curves import recent_rows, spent_usd, validation_rows
+from spotlight_dashboard.views.curves import damaged_lines, recent_rows, spent_usd, validation_rows
 from spotlight_dashboard.views.findings import RunFinding, RunLimits, RunOutlook, findings, iteration_s
 from spotlight_dashboard.views.lanes import node_of
 from spotlight_dashboard.views.money import forecast, target
@@ -158,7 +158,9 @@ def history_and_findings(run: RunFolder, limits: RunLimits) -> tuple[History, li
         gone_at = spot_gone_at(connection) if history.state == "running" else None
         ahead = outlook(run, connection) if limits.look_ahead else None
     rows = [row for row in recent_rows(run, _REMEMBERED) if LOSS in row]
-    return history, findings(history, seconds, rows, time.time(), gone_at, ahead, limits, _validated(run))
+    return history, findings(
+        history, seconds, rows, time.time(), gone_at, ahead, limits, _validated(run), damaged_lines(run)
+    )
 
 
 def _validated(run: RunFolder) -> list[Validated]:

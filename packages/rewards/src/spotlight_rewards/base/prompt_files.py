@@ -61,7 +61,7 @@ class _Line:
     text: str
 
 
-class _BadLineError(Exception):
+class BadLineError(ValueError):
     """What is wrong with one line."""
 
 
@@ -130,8 +130,8 @@ def parse_prompts(text: str, source: str, format: PromptFormat = "auto") -> list
     prompts: list[tuple[int, Prompt]] = []
     for line in lines:
         try:
-            prompts.append((line.number, _from_record(line.text) if jsonl else _from_text(line.text)))
-        except _BadLineError as error:
+            prompts.append((line.number, parse_record(line.text) if jsonl else _from_text(line.text)))
+        except BadLineError as error:
             problems.append(f"{source}:{line.number}: {error}")
     if problems:
         _refuse(source, "malformed lines", problems)
@@ -215,29 +215,30 @@ def _require_lines(first_line: str, source: str, format: PromptFormat) -> None:
 
 def _from_text(line: str) -> Prompt:
     if line.startswith("{") and line.endswith("}"):
-        raise _BadLineError(
+        raise BadLineError(
             "looks like a JSON object; expected a prompt (name the file .jsonl if it holds objects)"
         )
     return _prompt(line, {})
 
 
-def _from_record(line: str) -> Prompt:
+def parse_record(line: str) -> Prompt:
+    """Of a JSON object. Raises BadLineError."""
     try:
         record: object = json.loads(line, parse_constant=_no_such_number, parse_float=_finite,
                                     object_pairs_hook=_each_once)  # fmt: skip
     except json.JSONDecodeError as error:
         found = f"no JSON ({error.msg} at column {error.colno})"
-        raise _BadLineError(f"{found}: {_short(line)}; expected {_RECORD}") from None
+        raise BadLineError(f"{found}: {_short(line)}; expected {_RECORD}") from None
     except (RecursionError, ValueError) as error:  # nested too deeply, or an integer of thousands of digits
-        raise _BadLineError(
+        raise BadLineError(
             f"JSON that cannot be read ({error}): {_short(line)}; expected {_RECORD}"
         ) from None
     if not isinstance(record, dict):
-        raise _BadLineError(f"{_short(line)} is no JSON object; expected {_RECORD}")
+        raise BadLineError(f"{_short(line)} is no JSON object; expected {_RECORD}")
     text = record.pop("prompt", None)
     if not isinstance(text, str) or not text.strip():
         found = "is missing" if text is None else f"is {_short(json.dumps(text))}"
-        raise _BadLineError(f"'prompt' {found}; expected a text, as in {_RECORD}")
+        raise BadLineError(f"'prompt' {found}; expected a text, as in {_RECORD}")
     _require_utf8(record)
     _require_geneval(record)
     for key in PICTURE_KEYS:
@@ -248,7 +249,7 @@ def _from_record(line: str) -> Prompt:
 def _prompt(text: str, metadata: Mapping[str, object]) -> Prompt:
     for char in text:
         if (char < " " and char not in "\t\n\r") or _is_surrogate(char):
-            raise _BadLineError(f"the character {char!r} in {_short(text)!r}; expected printable text")
+            raise BadLineError(f"the character {char!r} in {_short(text)!r}; expected printable text")
     return Prompt(prompt_id(text, metadata), text, metadata)
 
 
@@ -263,7 +264,7 @@ def _require_utf8(record: Mapping[str, object]) -> None:
                 waiting += found
             case str() as text if any(map(_is_surrogate, text)):
                 char = next(filter(_is_surrogate, text))
-                raise _BadLineError(
+                raise BadLineError(
                     f"{char!r}, half a character, in {_short(text)!r}; expected both halves, or the character"
                 )
 
@@ -276,13 +277,13 @@ def _require_geneval(record: Mapping[str, object]) -> None:
     """Check the form of GenEval's keys; the reward checks class names."""
     tag = record.get("tag", "")
     if not isinstance(tag, str):
-        raise _BadLineError(
+        raise BadLineError(
             f'\'tag\' is {_short(json.dumps(tag))}; expected a text, as in {{"tag": "counting"}}'
         )
     for key in ("include", "exclude"):
         entries = record.get(key, [])
         if not isinstance(entries, list):
-            raise _BadLineError(
+            raise BadLineError(
                 f"{key!r} is {_short(json.dumps(entries))}; expected a list of objects like {_OBJECT}"
             )
         for index, entry in enumerate(entries):
@@ -294,7 +295,7 @@ def _require_paths(key: str, record: Mapping[str, object]) -> None:
         return
     paths = record[key]
     if not isinstance(paths, list) or not paths or not all(isinstance(path, str) and path for path in paths):
-        raise _BadLineError(
+        raise BadLineError(
             f"{key!r} is {_short(json.dumps(paths))}; expected a list of paths of pictures, relative to "
             'this file, as in ["pictures/cat.png"]'
         )
@@ -302,15 +303,15 @@ def _require_paths(key: str, record: Mapping[str, object]) -> None:
 
 def _require_object(where: str, index: int, entry: object) -> None:
     if not isinstance(entry, dict) or not isinstance(entry.get("class"), str):
-        raise _BadLineError(f"'{where}' is {_short(json.dumps(entry))}; expected an object like {_OBJECT}")
+        raise BadLineError(f"'{where}' is {_short(json.dumps(entry))}; expected an object like {_OBJECT}")
     count = entry.get("count")
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         found = "is missing" if count is None else f"is {_short(json.dumps(count))}"
-        raise _BadLineError(f"'{where}.count' {found}; expected a whole number of at least 1")
+        raise BadLineError(f"'{where}.count' {found}; expected a whole number of at least 1")
     if not isinstance(entry.get("color", ""), str):
-        raise _BadLineError(f"'{where}.color' is {_short(json.dumps(entry['color']))}; expected a text")
+        raise BadLineError(f"'{where}.color' is {_short(json.dumps(entry['color']))}; expected a text")
     if "position" in entry and not _is_position(entry["position"], index):
-        raise _BadLineError(
+        raise BadLineError(
             f"'{where}.position' is {_short(json.dumps(entry['position']))}; expected [relation, index] "
             'with the index of an earlier object, as in ["left of", 0]'
         )
@@ -358,17 +359,17 @@ def _each_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-        raise _BadLineError(f"the key {twice!r} stands twice; expected it once")
+        raise BadLineError(f"the key {twice!r} stands twice; expected it once")
     return found
 
 
 def _no_such_number(name: str) -> NoReturn:
-    raise _BadLineError(f"the number {name}, which JSON does not have; expected {_RECORD}")
+    raise BadLineError(f"the number {name}, which JSON does not have; expected {_RECORD}")
 
 
 def _finite(literal: str) -> float:
     if math.isinf(number := float(literal)):
-        raise _BadLineError(f"the number {_short(literal)}, which is too large; expected one below 1.8e308")
+        raise BadLineError(f"the number {_short(literal)}, which is too large; expected one below 1.8e308")
     return number
 
 

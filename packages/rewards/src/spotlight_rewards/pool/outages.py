@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from spotlight_rewards.pool.scoring import Outcome
 from spotlight_rewards.results import RewardFailure
+from spotlight_rewards.reward import RewardScore
 from spotlight_rewards.reward_config import RewardConfig
 
 logger = logging.getLogger(__name__)
@@ -43,12 +44,16 @@ class Outage:
     ) -> list[Outcome]:
         """The outcomes of ``samples``; those that are away are scored again for up to ``outage_s``.
 
+        An outage that another call met before has begun then: who is away for good is not waited for batch by
+        batch.
+
         Args:
             score: of the samples with these numbers, in this order.
             together: they are scored all or none.
         """
         outcomes = list(score(range(samples)))
-        end_s, pause_s = time.monotonic() + self._reward.outage_s, PAUSE_S
+        # Found once: where one of several processes is answered, the outage ends again and again.
+        end_s, pause_s = (self._began_s or time.monotonic()) + self._reward.outage_s, PAUSE_S
         while away := [at for at, each in enumerate(outcomes) if _is_away(each)]:
             left_s = end_s - time.monotonic()
             if left_s <= 0:
@@ -59,7 +64,8 @@ class Outage:
             again = range(samples) if together else away
             for at, outcome in zip(again, score(again), strict=True):
                 outcomes[at] = outcome
-        self._ends()
+        if any(isinstance(each, RewardScore) for each in outcomes):
+            self._ends()
         return outcomes
 
     def _begins(self, outcome: Outcome) -> None:

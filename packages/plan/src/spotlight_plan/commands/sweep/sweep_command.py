@@ -138,7 +138,7 @@ def _places(together: int, config: RunConfig) -> list[Mapping[str, str]]:
 
 
 def _gpus() -> list[str]:
-    from spotlight.cluster.nodes.facts import gather
+    from spotlight_fleet.facts import gather
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     found = len(gather().gpus)
