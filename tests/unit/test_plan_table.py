@@ -23,6 +23,7 @@ SMALL = (
         f"iterations_to_target.{name}={{value: [40, 50, 60], source: 'assumed: for a test'}}"
         for name in ("reserved_only", "all_on_demand", "disaggregated", "spot_rollout_only")
     ),
+    "plan.parts=[gap, tsp]",
     "plan.reserved_nodes=[1]",
     "plan.spot_nodes=[1]",
 )

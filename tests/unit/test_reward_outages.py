@@ -95,6 +95,19 @@ def test_a_reward_that_is_away_for_good_is_not_waited_for_batch_by_batch() -> No
     assert ["scores again" in each for each in notes] == [False, True, False]
 
 
+def test_who_waits_while_others_are_answered_tells_it_once_and_gives_up() -> None:
+    made, notes = outage(0.05)
+
+    def away(which: Sequence[int]) -> list[Outcome]:
+        made.outlast(lambda which: [GOOD], 1, together=False)  # by another process
+        return [AWAY for _ in which]
+
+    (failed,) = made.outlast(away, 1, together=False)
+    assert isinstance(failed, RewardFailure)
+    made.outlast(lambda which: [GOOD], 1, together=False)
+    assert ["scores again" in each for each in notes] == [False, True]
+
+
 def test_a_pool_that_closes_ends_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outages, "PAUSE_S", 1e5)
     monkeypatch.setattr(outages, "PAUSE_MAX_S", 1e5)

@@ -96,7 +96,7 @@ class TestFailures:
     def test_a_batch_is_tried_again(self) -> None:
         with RewardPool([spec("fails_once", retries=1, isolation_s=0)]) as pool:
             assert totals(ask(pool, "a", "b")) == [2.0, 2.0]
-        with RewardPool([spec("fails_once", retries=0, isolation_s=0)]) as pool:
+        with RewardPool([spec("fails_once", retries=0, isolation_s=0, outage_s=0)]) as pool:
             assert totals(ask(pool, "a", "b")) == ["error", "error"]
 
     def test_a_process_that_died_between_calls_is_replaced(self) -> None:

@@ -34,7 +34,7 @@ from spotlight_rewards.endpoints.vlm_judge import VlmJudge, parse_grade, probabi
 from spotlight_rewards.frames import OverFrames
 from spotlight_rewards.pool.reward_pool import RewardPool
 from spotlight_rewards.results import RewardFailure, ScoredSample
-from spotlight_rewards.reward import RewardContext, RewardInputError, RewardSetupError, SampleError
+from spotlight_rewards.reward import AwayError, RewardContext, RewardInputError, RewardSetupError, SampleError
 from spotlight_rewards.reward_config import RewardConfig
 
 YES = {"Yes": math.log(0.7), " yes": math.log(0.1), "No": math.log(0.15), "Maybe": math.log(0.05)}
@@ -185,6 +185,14 @@ def test_a_whole_batch_has_a_deadline() -> None:
     with reward_server(hang) as server:
         found = judge(server.url, (0, 1, 2, 3), answer="grade", endpoint=limits)["score"]
     assert all("batch_timeout_s=0.3" in str(each) for each in found)
+
+
+def test_who_answers_none_of_a_batch_is_away_also_to_requests_that_waited_for_their_turn() -> None:
+    limits = {"timeout_s": 0.2, "batch_timeout_s": 0.3, "concurrency": 1, "retries": 0}
+    with reward_server(hang) as server:
+        found = judge(server.url, (0, 1, 2), answer="grade", endpoint=limits)["score"]
+    assert ["batch_timeout_s" in str(each) for each in found] == [False, True, True]
+    assert all(isinstance(each, AwayError) for each in found)
 
 
 def test_nobody_there() -> None:

@@ -33,6 +33,7 @@ class Outage:
         self._reward = reward
         self.note: Callable[[str], None] = logger.warning
         self._lock, self._began_s = threading.Lock(), 0.0
+        self._waiting, self._told_s = 0, 0.0
         self._over = threading.Event()
 
     def close(self) -> None:
@@ -52,26 +53,40 @@ class Outage:
             together: they are scored all or none.
         """
         outcomes = list(score(range(samples)))
-        # Found once: where one of several processes is answered, the outage ends again and again.
-        end_s, pause_s = (self._began_s or time.monotonic()) + self._reward.outage_s, PAUSE_S
+        if any(map(_is_away, outcomes)) and self._reward.outage_s:
+            with self._lock:
+                self._waiting += 1
+            try:
+                outcomes = self._asked_again(score, outcomes, together)
+            finally:
+                with self._lock:
+                    self._waiting -= 1
+        if any(isinstance(each, RewardScore) for each in outcomes):
+            self._scores()
+        return outcomes
+
+    def _asked_again(
+        self, score: Callable[[Sequence[int]], Sequence[Outcome]], outcomes: list[Outcome], together: bool
+    ) -> list[Outcome]:
+        with self._lock:
+            self._began_s = self._began_s or time.monotonic()
+            end_s, pause_s = self._began_s + self._reward.outage_s, PAUSE_S
         while away := [at for at, each in enumerate(outcomes) if _is_away(each)]:
             left_s = end_s - time.monotonic()
             if left_s <= 0:
                 return [self._given_up(each) for each in outcomes]
-            self._begins(outcomes[away[0]])
+            self._tell(outcomes[away[0]])
             self._over.wait(min(pause_s, left_s))
             pause_s = min(2 * pause_s, PAUSE_MAX_S)
-            again = range(samples) if together else away
+            again = range(len(outcomes)) if together else away
             for at, outcome in zip(again, score(again), strict=True):
                 outcomes[at] = outcome
-        if any(isinstance(each, RewardScore) for each in outcomes):
-            self._ends()
         return outcomes
 
-    def _begins(self, outcome: Outcome) -> None:
+    def _tell(self, outcome: Outcome) -> None:
         assert isinstance(outcome, RewardFailure)
         with self._lock:
-            known, self._began_s = self._began_s, self._began_s or time.monotonic()
+            known, self._told_s = self._told_s, self._told_s or time.monotonic()
         if not known:
             self.note(
                 f"no scores at the moment: {_in_short(outcome.message)}\nIt is asked again, with growing "
@@ -79,18 +94,21 @@ class Outage:
                 f"{self._reward.curve!r}); samples that are made meanwhile wait."
             )
 
-    def _ends(self) -> None:
+    def _scores(self) -> None:
+        """Others may still wait, as for one of several servers: they have their own end, and tell once."""
         with self._lock:
-            began_s, self._began_s = self._began_s, 0.0
-        if began_s:
-            self.note(f"reward {self._reward.curve!r} scores again, after {time.monotonic() - began_s:.0f} s")
+            self._began_s = 0.0
+            told_s, self._told_s = self._told_s, self._told_s if self._waiting else 0.0
+            over = told_s and not self._waiting
+        if over:
+            self.note(f"reward {self._reward.curve!r} scores again, after {time.monotonic() - told_s:.0f} s")
 
     def _given_up(self, outcome: Outcome) -> Outcome:
         if not _is_away(outcome):
             return outcome
         assert isinstance(outcome, RewardFailure)
         limit = f"It did not answer for rewards[].outage_s={self._reward.outage_s:g}."
-        return replace(outcome, message=f"{outcome.message}\n{limit}") if self._reward.outage_s else outcome
+        return replace(outcome, message=f"{outcome.message}\n{limit}")
 
 
 def _is_away(outcome: Outcome) -> bool:
