@@ -69,10 +69,32 @@ def test_without_the_extra_the_error_names_it(tmp_path: Path, monkeypatch: pytes
         read(path, path)
 
 
+def test_a_key_names_the_column_of_texts(tmp_path: Path) -> None:
+    rows = [{"caption": text, "prompt": "other", "tag": "a"} for text in ("a cat", "a dog")]
+    train = write_parquet(tmp_path / "train.parquet", rows)
+    (tmp_path / "test.csv").write_text("tag,caption\na,a bird\n")
+    (tmp_path / "test.jsonl").write_text('{"caption": "a fish"}')
+    for name, text in (("test.csv", "a bird"), ("test.jsonl", "a fish")):
+        keys = [f"data={{train: {train}, test: {tmp_path / name}, prompt_column: caption}}"]
+        found = load_prompts(load_config(Path(os.devnull), keys))
+        assert [(each.text, each.metadata) for each in found.train] == [
+            ("a cat", {"tag": "a"}),
+            ("a dog", {"tag": "a"}),
+        ]
+        assert [each.text for each in found.test] == [text]
+    built_in = load_config(Path(os.devnull), [f"data.train={train}", "data.prompt_column=caption"])
+    assert load_prompts(built_in).test
+    with pytest.raises(ConfigError, match="expected one named text"):
+        load_prompts(load_config(Path(os.devnull), [f"data.train={train}", "data.prompt_column=text"]))
+
+
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [
-        ([{"caption": "a cat"}], "its columns are caption; expected one named prompt"),
+        (
+            [{"caption": "a cat"}],
+            "expected one named prompt. A run takes texts from another column by data.prom",
+        ),
         ([{"prompt": "a cat", "jpg": b"\xff\xd8"}], "its column 'jpg' holds bytes"),
         (
             [{"prompt": "a cat", "negative_prompt": "blurry"}],

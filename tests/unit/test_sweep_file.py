@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,10 @@ from spotlight.cli.config_command import split_arguments
 from spotlight.cli.main import app
 from spotlight.config.load import load_config
 from spotlight.config.schema import RUN_NAME
+from spotlight_plan.commands.sweep.sweep_processes import Ended, SideBySide
 from spotlight_plan.sweep_file import SweepRun, corners, grid_runs, read_sweep
 from spotlight_rewards.base.errors import ConfigError
+from spotlight_rewards.commands.exit_codes import EXIT_NOT_STARTED
 
 
 def written(folder: Path, text: str) -> Path:
@@ -115,3 +119,18 @@ def test_runs_together_on_one_cluster_are_refused(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["sweep", str(written(tmp_path, text)), "--together", "2"])
     assert result.exit_code == 2
     assert "a run takes all nodes of its cluster" in " ".join(result.output.split())
+
+
+def test_a_refusal_is_believed_where_the_run_is_free_the_second_time(tmp_path: Path) -> None:
+    # Another process may have held the run's lock, and have let go of it before the sweep looks.
+    refused = subprocess.Popen(
+        [sys.executable, "-c", f"raise SystemExit({EXIT_NOT_STARTED})"], encoding="utf-8"
+    )
+    refused.wait()
+    side_by_side, run = SideBySide(tmp_path, [{}], print), SweepRun("a", {}, None, ())
+    waiting: list[SweepRun] = []
+    for expected in ([], [Ended(run, EXIT_NOT_STARTED)]):
+        side_by_side._at_work[0] = refused
+        side_by_side._ends.put((0, run))
+        assert list(side_by_side._next(waiting)) == expected
+    assert waiting == [run]

@@ -15,7 +15,13 @@ from spotlight.scheduler.seeds import prompts_of_iteration, spares_of_iteration
 from spotlight.testbed import TESTBEDS
 from spotlight_rewards.base.errors import ConfigError, Problem
 from spotlight_rewards.base.prompt_datasets import is_dataset
-from spotlight_rewards.base.prompt_files import parse_prompts, read_text, with_found_pictures, with_tags
+from spotlight_rewards.base.prompt_files import (
+    PROMPT,
+    parse_prompts,
+    read_text,
+    with_found_pictures,
+    with_tags,
+)
 from spotlight_rewards.base.prompts import Prompt, PromptId
 
 _EVALUATED_SHARE_MAX = 0.5
@@ -111,9 +117,10 @@ def _replaced(config: RunConfig, prompts: Prompts) -> Iterator[str]:
     for key, some in (("train", prompts.train), ("test", prompts.test)):
         if any(_REPLACEMENT in prompt.text for prompt in some):
             path = _file_of(config, key)
+            text = _text_of(key, path, _column_of(config, key))
             lines = [
                 number
-                for number, line in enumerate(_text_of(key, path).split("\n"), start=1)
+                for number, line in enumerate(text.split("\n"), start=1)
                 if _REPLACEMENT in line or json.dumps(_REPLACEMENT)[1:-1] in line
             ]
             shown = ", ".join(map(str, lines[:_LINES_SHOWN])) + ", ..." * (len(lines) > _LINES_SHOWN)
@@ -129,6 +136,10 @@ def _file_of(config: RunConfig, key: str) -> Path:
     return getattr(TESTBEDS[given], key) if given in TESTBEDS else Path(given)
 
 
+def _column_of(config: RunConfig, key: str) -> str:
+    return PROMPT if getattr(config.data, key) in TESTBEDS else config.data.prompt_column
+
+
 def load_prompts(config: RunConfig) -> Prompts:
     """Read the prompt files.
 
@@ -139,7 +150,9 @@ def load_prompts(config: RunConfig) -> Prompts:
     """
     if problems := list(_unset_files(config)):
         raise ConfigError("the configuration", problems)
-    trained = read_prompts("data.train", _file_of(config, "train"), config.data.tags)
+    trained = read_prompts(
+        "data.train", _file_of(config, "train"), config.data.tags, _column_of(config, "train")
+    )
     if problems := list(_without_pictures(config, trained)):
         raise ConfigError("the configuration", problems)
     return Prompts(tuple(trained), load_held_out(config))
@@ -163,7 +176,7 @@ def _without_pictures(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[
 def load_held_out(config: RunConfig) -> tuple[Prompt, ...]:
     """Read the held-out prompts alone. Raises as :func:`load_prompts`."""
     tags, wanted, test = config.data.tags, config.evaluation.prompts, config.data.test
-    held_out = read_prompts("data.test", _file_of(config, "test"), tags)
+    held_out = read_prompts("data.test", _file_of(config, "test"), tags, _column_of(config, "test"))
     if wanted is not None and wanted > len(held_out):
         problem = Problem(
             "evaluation.prompts", str(wanted),
@@ -204,10 +217,10 @@ def evenly_spaced(prompts: Sequence[Prompt], count: int | None) -> tuple[Prompt,
     return tuple(prompts[index * len(prompts) // kept] for index in range(kept))
 
 
-def read_prompts(key: str, path: Path, tags: Sequence[str] = ()) -> list[Prompt]:
+def read_prompts(key: str, path: Path, tags: Sequence[str] = (), column: str = PROMPT) -> list[Prompt]:
     """Prompts of the file configured as ``key``. Raises as load_prompts."""
     try:
-        text = _text_of(key, path)
+        text = _text_of(key, path, column)
     except (OSError, ValueError) as error:
         here = "" if path.is_absolute() else f" (relative to the current directory {Path.cwd()})"
         expected = (
@@ -217,7 +230,7 @@ def read_prompts(key: str, path: Path, tags: Sequence[str] = ()) -> list[Prompt]
         problem = Problem(key, f"{path}{here}", expected, f"{error}.")
         raise ConfigError("the configuration", [problem]) from None
     source = str(path / "metadata.jsonl" if _is_pictures(path) else path)
-    prompts = parse_prompts(text, source)
+    prompts = parse_prompts(text, source, column=PROMPT if _is_pictures(path) else column)
     _require_read(key, prompts)
     prompts = with_found_pictures(prompts, source)
     with under("data"):
@@ -228,9 +241,11 @@ def _is_pictures(path: Path) -> bool:
     return path.is_dir() and not is_dataset(path)
 
 
-def _text_of(key: str, path: Path) -> str:
+def _text_of(key: str, path: Path, column: str) -> str:
     """Raises OSError, or ValueError that says what is wrong."""
-    return folder_text(path) if _is_pictures(path) else with_pairs(read_text(path, key.rpartition(".")[2]))
+    if _is_pictures(path):
+        return folder_text(path)
+    return with_pairs(read_text(path, key.rpartition(".")[2], column))
 
 
 _PICTURES = "name pictures that a prompt is about in 'references'"

@@ -131,7 +131,10 @@ def _passes(plan: RunPlan) -> Iterator[tuple[str, str, str]]:
     if passes.previews:
         yield "preview forwards", count(passes.previews), "exploration; at most, where a planner decides"
     yield "all forwards", count(passes.forwards), ""
-    yield "one evaluation", count(passes.evaluation), "forwards, every evaluation.every iterations"
+    often = "forwards, every evaluation.every iterations"
+    if passes.rollout:
+        often += f"; {passes.evaluation / passes.rollout:.2g} times an iteration's rollout forwards"
+    yield "one evaluation", count(passes.evaluation), often
 
 
 def _parameters(plan: RunPlan) -> Iterator[tuple[str, str, str]]:

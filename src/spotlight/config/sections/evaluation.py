@@ -30,8 +30,8 @@ class EvaluationConfig(Section):
     """Evaluate after the last iteration."""
     prompts: PositiveInt | None = None
     """Number of held-out prompts, evenly spaced over the file; default: all."""
-    images_per_prompt: PositiveInt = 16
-    """Fixed seeds per prompt."""
+    images_per_prompt: PositiveInt = 4
+    """Fixed seeds per prompt. The dry run says what an evaluation costs beside an iteration's rollouts."""
     steps: Annotated[int, Field(ge=1)] = 10
     """Denoising steps."""
     weights: Literal["policy", "ema", "old"] = "policy"

@@ -156,5 +156,9 @@ class DataConfig(Section):
     """
     test: str = "testbed"
     """File of held-out prompts for evaluation, in the same formats."""
+    prompt_column: Annotated[str, Field(min_length=1)] = "prompt"
+    """Column or key that holds the texts, in ``train`` and ``test``; with another, one named ``prompt`` is
+    left out, and the others are metadata. Not for .txt files, folders of pictures and the built-in prompts.
+    """
     tags: tuple[str, ...] = ()
     """Keep only prompts with one of these metadata tags; empty: all."""

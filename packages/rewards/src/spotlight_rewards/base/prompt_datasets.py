@@ -12,6 +12,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from spotlight_rewards.base.prompt_tables import OTHER_COLUMN
+
 HUB = "hf:"
 """What names of datasets on the hub begin with."""
 PARQUET = ".parquet"
@@ -32,7 +34,7 @@ def _is_saved(folder: Path) -> bool:
     return any((folder / name).is_file() for name in _SAVED)
 
 
-def dataset_objects(path: Path, split: str) -> Iterator[str]:
+def dataset_objects(path: Path, split: str, column: str) -> Iterator[str]:
     """An object for each row; cells without a value are left out.
 
     Args:
@@ -40,7 +42,7 @@ def dataset_objects(path: Path, split: str) -> Iterator[str]:
 
     Raises:
         OSError: it cannot be read, or had from the hub.
-        ValueError: not installed, no column ``prompt``, no such split, or cells that are neither text nor
+        ValueError: not installed, no such column, no such split, or cells that are neither text nor
             numbers nor lists of them.
     """
     try:
@@ -48,11 +50,8 @@ def dataset_objects(path: Path, split: str) -> Iterator[str]:
     except ImportError as error:
         raise ValueError(f"{error.name} is missing: {_INSTALL}") from error
     for number, row in enumerate(rows):
-        if number == 0 and "prompt" not in row:
-            raise ValueError(
-                f"its columns are {', '.join(row)}; expected one named prompt: rename_column of `datasets` "
-                "renames it, and to_parquet writes it"
-            )
+        if number == 0 and column not in row:
+            raise ValueError(f"its columns are {', '.join(row)}; expected one named {column}. {OTHER_COLUMN}")
         yield "{" + ", ".join(_cells(row)) + "}"
 
 

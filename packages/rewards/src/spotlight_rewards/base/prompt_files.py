@@ -24,6 +24,7 @@ from spotlight_rewards.base.prompts import Prompt, PromptId
 PICTURE_KEYS = ("references", "pictures")
 """Metadata that are lists of paths: what a prompt is about, and pictures of it to train on."""
 
+PROMPT = "prompt"
 PromptFormat: TypeAlias = Literal["auto", "txt", "jsonl"]
 
 _PROBLEMS_SHOWN_MAX = 10
@@ -71,18 +72,19 @@ def prompt_id(text: str, metadata: Mapping[str, object]) -> PromptId:
     return PromptId(hashlib.blake2b(content.encode(), digest_size=_ID_BYTES).hexdigest())
 
 
-def read_text(path: Path, split: str = "train") -> str:
+def read_text(path: Path, split: str = "train", column: str = PROMPT) -> str:
     """A prompts file's content; of a table or a dataset, an object for each row.
 
     Args:
         split: of a dataset that has several, and whose path names none.
+        column: of tables and datasets, the one that must be there.
 
     Raises:
         OSError: it cannot be read.
         ValueError: it is no text in UTF-8, or no table; says what it is and what to do.
     """
     if is_dataset(path):
-        return "\n".join(dataset_objects(path, split))
+        return "\n".join(dataset_objects(path, split, column))
     content = path.read_bytes()
     for kind, (at, magic) in _BINARY.items():
         if content.startswith(magic, at):
@@ -96,10 +98,12 @@ def read_text(path: Path, split: str = "train") -> str:
             f"iconv -f ISO-8859-1 -t UTF-8 {path} > FILE"
         ) from None
     delimiter = DELIMITERS.get(path.suffix.lower())
-    return text if delimiter is None else "\n".join(objects(text, delimiter))
+    return text if delimiter is None else "\n".join(objects(text, delimiter, column))
 
 
-def parse_prompts(text: str, source: str, format: PromptFormat = "auto") -> list[Prompt]:
+def parse_prompts(
+    text: str, source: str, format: PromptFormat = "auto", column: str = PROMPT
+) -> list[Prompt]:
     """Parse prompts, in file order.
 
     Args:
@@ -109,6 +113,7 @@ def parse_prompts(text: str, source: str, format: PromptFormat = "auto") -> list
             such as GenEval's ``tag``, ``include`` and ``exclude``, or ``references``, the paths of pictures
             that the prompt is about, and ``pictures``, those of pictures of it, are metadata), or ``auto``:
             by extension, else jsonl if the text begins with ``{``.
+        column: key of the text in objects; another of the name ``prompt`` is then left out.
 
     Raises:
         PromptFileError: no prompts, a table or a JSON document, malformed lines (up to ten are listed), or a
@@ -130,7 +135,7 @@ def parse_prompts(text: str, source: str, format: PromptFormat = "auto") -> list
     prompts: list[tuple[int, Prompt]] = []
     for line in lines:
         try:
-            prompts.append((line.number, parse_record(line.text) if jsonl else _from_text(line.text)))
+            prompts.append((line.number, parse_record(line.text, column) if jsonl else _from_text(line.text)))
         except BadLineError as error:
             problems.append(f"{source}:{line.number}: {error}")
     if problems:
@@ -221,7 +226,7 @@ def _from_text(line: str) -> Prompt:
     return _prompt(line, {})
 
 
-def parse_record(line: str) -> Prompt:
+def parse_record(line: str, column: str = PROMPT) -> Prompt:
     """Of a JSON object. Raises BadLineError."""
     try:
         record: object = json.loads(line, parse_constant=_no_such_number, parse_float=_finite,
@@ -235,10 +240,11 @@ def parse_record(line: str) -> Prompt:
         ) from None
     if not isinstance(record, dict):
         raise BadLineError(f"{_short(line)} is no JSON object; expected {_RECORD}")
-    text = record.pop("prompt", None)
+    text = record.pop(column, None)
+    record.pop(PROMPT, None)
     if not isinstance(text, str) or not text.strip():
         found = "is missing" if text is None else f"is {_short(json.dumps(text))}"
-        raise BadLineError(f"'prompt' {found}; expected a text, as in {_RECORD}")
+        raise BadLineError(f"{column!r} {found}; expected a text, as in {_RECORD.replace(PROMPT, column)}")
     _require_utf8(record)
     _require_geneval(record)
     for key in PICTURE_KEYS:

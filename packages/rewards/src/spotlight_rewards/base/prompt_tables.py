@@ -1,4 +1,4 @@
-"""Tables of prompts, a column ``prompt`` and others of metadata, as JSON objects one a line."""
+"""Tables of prompts, a column of texts and others of metadata, as JSON objects one a line."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from collections.abc import Iterator
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 """By the ending of a file's name."""
+OTHER_COLUMN = "A run takes texts from another column by data.prompt_column"
 _CELL_CHARS_MAX = 1 << 20
 _HEADER_SHOWN_MAX = 60
 
 
-def objects(text: str, delimiter: str) -> Iterator[str]:
+def objects(text: str, delimiter: str, column: str) -> Iterator[str]:
     """Lines, each row's object on the line that its row begins on; empty cells are left out.
 
     Cells that are JSON lists or objects (GenEval's ``include``) are read as such, others are texts.
 
     Raises:
-        ValueError: no column ``prompt``, or a row that does not fit the first line.
+        ValueError: no such column, or a row that does not fit the first line.
     """
     csv.field_size_limit(_CELL_CHARS_MAX)
     rows = csv.reader(io.StringIO(text.removeprefix("\ufeff"), newline=""), delimiter=delimiter, strict=True)
     try:
         header = [name.strip() for name in next(rows, [])]
-        _require_columns(header, delimiter)
+        _require_columns(header, delimiter, column)
         written, begin = 0, rows.line_num
         for row in rows:
             if any(map(str.strip, row)):
@@ -42,12 +43,12 @@ def objects(text: str, delimiter: str) -> Iterator[str]:
         raise ValueError(f"line {rows.line_num} is not that of a table ({error})") from None
 
 
-def _require_columns(header: list[str], delimiter: str) -> None:
-    if header.count("prompt") != 1 or len(set(header)) < len(header):
+def _require_columns(header: list[str], delimiter: str, column: str) -> None:
+    if header.count(column) != 1 or len(set(header)) < len(header):
         found = delimiter.join(header)[:_HEADER_SHOWN_MAX]
         raise ValueError(
-            f"its first line is {found!r}; expected names of columns, each once, one of them prompt, "
-            f"separated by {delimiter!r}"
+            f"its first line is {found!r}; expected names of columns, each once, one of them {column}, "
+            f"separated by {delimiter!r}. {OTHER_COLUMN}"
         )
 
 

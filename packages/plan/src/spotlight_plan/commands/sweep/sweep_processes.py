@@ -52,6 +52,7 @@ class SideBySide:
     stopped: bool = False
     _ends: queue.SimpleQueue[tuple[int, SweepRun]] = field(default_factory=queue.SimpleQueue)
     _at_work: dict[int, subprocess.Popen[str]] = field(default_factory=dict)
+    _refused: set[str] = field(default_factory=set)
 
     def ended(self, runs: Iterator[SweepRun]) -> Iterator[Ended]:
         """Run all; ends as they come. ``runs`` is asked for the next when there is a place for it."""
@@ -116,8 +117,11 @@ class SideBySide:
     def _next(self, waiting: list[SweepRun]) -> Iterator[Ended]:
         place, run = self._ends.get()
         code = self._at_work.pop(place).returncode
-        if code == EXIT_NOT_STARTED and in_use(self.runs_dir, run.name) is not None:
-            waiting.append(run)  # another process was faster
+        again = run.name not in self._refused or in_use(self.runs_dir, run.name) is not None
+        if code == EXIT_NOT_STARTED and again:
+            # Another process had it, or only looked at its lock, and may have ended since.
+            self._refused.add(run.name)
+            waiting.append(run)
         else:
             yield Ended(run, code)
 
