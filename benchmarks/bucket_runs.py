@@ -2,14 +2,14 @@
 
     python -m benchmarks.bucket_runs --json build/bucket_runs.json
 
-An S3 server (moto's, without a network's delays) on 127.0.0.1 holds the bucket. Three runs of one seed:
+An S3 server (moto's, without a network's delays) on 127.0.0.1 holds the bucket. Runs of one seed:
 
-- in a folder, undisturbed;
-- in the bucket, undisturbed: seconds of an iteration beside the first, and what a checkpoint takes;
+- ``--rounds`` times one in a folder and one in the bucket, undisturbed, by turns which is first: CPU seconds
+  of the process, seconds of an iteration, and what a checkpoint takes;
 - in the bucket, killed with SIGKILL ``--kills`` times, each time with all of its machine's disk. The next
   command finds an empty machine, waits for the lease of the dead one, and goes on.
 
-All three must end with the same weights and the same ledger, and the audit reads the third from the bucket.
+All must end with the same weights and the same ledger, and the audit reads the last from the bucket.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import dataclasses
 import json
 import os
 import re
+import resource
 import shutil
 import socket
 import statistics
@@ -53,20 +54,30 @@ SETTINGS = (
 _SENT = re.compile(r"snapshot \d+: (\d+) bytes in (\d+) requests, ([\d.]+) s")
 
 
+@dataclass(frozen=True)
+class Undisturbed:
+    """A run: CPU seconds of its process, all threads, start and end included; an iteration's median."""
+
+    cpu_s: float
+    iteration_s: float
+
+
 @dataclass
 class BucketReport:
     """Seconds, bytes and losses.
 
     Attributes:
-        plain_s, kept_s: of an iteration, median, in a folder and in the bucket.
-        sent: bytes, requests and seconds of each snapshot of the undisturbed run.
+        folder, bucket: of each round's run there.
+        load: of the machine, over a minute, after each round.
+        sent: bytes, requests and seconds of each snapshot of the undisturbed runs.
         lease_s: what each restart waited for the lease of the killed head; ``brought_s`` after that until it
             went on, process start left out.
-        lost: iterations trained again, for each kill.
+        lost: iterations that were trained when it was killed and were not what the next went on from.
     """
 
-    plain_s: float = 0.0
-    kept_s: float = 0.0
+    folder: list[Undisturbed] = field(default_factory=list)
+    bucket: list[Undisturbed] = field(default_factory=list)
+    load: list[float] = field(default_factory=list)
     sent: list[tuple[int, int, float]] = field(default_factory=list)
     lease_s: list[float] = field(default_factory=list)
     brought_s: list[float] = field(default_factory=list)
@@ -76,7 +87,8 @@ class BucketReport:
 
 
 def main(
-    kills: Annotated[int, typer.Option(min=1)] = 5,
+    rounds: Annotated[int, typer.Option(min=1)] = 5,
+    kills: Annotated[int, typer.Option(min=0)] = 5,
     iterations: Annotated[int, typer.Option(min=6)] = 14,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything here.")] = None,
 ) -> None:
@@ -85,17 +97,24 @@ def main(
     report = BucketReport()
     with _server() as environment:
         address = f"s3://{BUCKET}/runs"
-        for where, name in ((str(place / "runs"), "plain"), (address, "kept")):
-            for _ in _training(environment, place / name, where, "same", iterations):
-                pass
-            if where == address:
-                _empty(environment)
-        plain, kept = place / "runs" / "same", _work(place / "kept") / "same"
-        report.plain_s, report.kept_s = _iteration_s(plain), _iteration_s(kept)
-        log = "".join(path.read_text(encoding="utf-8") for path in sorted((kept / "attempts").glob("*.log")))
-        report.sent = [(int(a), int(b), float(c)) for a, b, c in _SENT.findall(log)]
-        killed = _under_kills(environment, place / "killed", address, kills, iterations, report)
-        report.equal = len({_outcome(run) for run in (plain, kept, killed)}) == 1
+        outcomes = set()
+        for number in range(rounds):
+            places = (str(place / "runs"), report.folder), (address, report.bucket)
+            for where, runs in places if number % 2 == 0 else reversed(places):
+                run, undisturbed = _undisturbed(environment, place, where, iterations)
+                runs.append(undisturbed)
+                outcomes.add(_outcome(run))
+                if where == address:
+                    report.sent += _snapshots(run)
+                    if number + 1 < rounds or kills:
+                        _empty(environment)
+                shutil.rmtree(run.parent)
+            report.load.append(os.getloadavg()[0])
+        if kills:
+            outcomes.add(
+                _outcome(_under_kills(environment, place / "killed", address, kills, iterations, report))
+            )
+        report.equal = len(outcomes) == 1
         audit = [sys.executable, "-m", "spotlight.cli", "audit", f"{address}/same"]
         done = subprocess.run(audit, env=environment, capture_output=True, encoding="utf-8")
         report.audit = done.stdout.splitlines()[-1] if done.stdout else done.stderr
@@ -106,12 +125,29 @@ def main(
     shutil.rmtree(place)
 
 
+def _undisturbed(
+    environment: dict[str, str], place: Path, where: str, iterations: int
+) -> tuple[Path, Undisturbed]:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    for _ in _training(environment, place / "kept", where, "same", iterations):
+        pass
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    run = (_work(place / "kept") if "://" in where else Path(where)) / "same"
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return run, Undisturbed(cpu_s, _iteration_s(run))
+
+
+def _snapshots(run: Path) -> list[tuple[int, int, float]]:
+    log = "".join(path.read_text(encoding="utf-8") for path in sorted((run / "attempts").glob("*.log")))
+    return [(int(a), int(b), float(c)) for a, b, c in _SENT.findall(log)]
+
+
 def _under_kills(
     environment: dict[str, str], cache: Path, address: str, kills: int, iterations: int, report: BucketReport
 ) -> Path:
-    run, every = _work(cache) / "same", max(1, iterations // (kills + 1))
+    run, every, trained = _work(cache) / "same", max(1, iterations // (kills + 1)), 0
     for attempt in range(kills + 1):
-        began_s = met_s = 0.0
+        began_s, met_s, resumed = 0.0, 0.0, 0
         wanted = (attempt + 1) * every if attempt < kills else None
         for now_s, line, process in _training(environment, cache, address, "same", iterations):
             if "may still work here" in line:
@@ -121,11 +157,14 @@ def _under_kills(
                 report.lease_s.append(now_s - began_s if began_s else 0.0)
             elif match := re.search(r"resuming after iteration (\d+)", line):
                 report.brought_s.append(now_s - met_s)
-                report.lost.append((attempt * every) - int(match[1]))
+                resumed = int(match[1])
             if wanted is not None and _trained(run) >= wanted:
                 process.kill()
                 break
+        if attempt:
+            report.lost.append(trained - resumed)
         if wanted is not None:
+            trained = _trained(run)
             shutil.rmtree(cache)
     return run
 
@@ -214,9 +253,11 @@ def _show(report: BucketReport) -> None:
     table.add_column("figure")
     table.add_column("value", justify="right")
     sent_bytes, requests, seconds = zip(*report.sent, strict=True)
+    for where, runs in (("a folder", report.folder), ("the bucket", report.bucket)):
+        table.add_row(f"CPU seconds of a run in {where}", _spread([each.cpu_s for each in runs]))
+        table.add_row(f"seconds of an iteration in {where}", _spread([each.iteration_s for each in runs]))
     for name, value in (
-        ("an iteration in a folder, median", f"{report.plain_s:.2f} s"),
-        ("an iteration in the bucket, median", f"{report.kept_s:.2f} s"),
+        ("the machine's load", _spread(report.load)),
         ("snapshots", f"{len(report.sent)}"),
         ("bytes sent by one, median", f"{statistics.median(sent_bytes) / 2**20:.1f} MiB"),
         ("objects sent by one, median", f"{statistics.median(requests):.0f}"),
@@ -225,7 +266,7 @@ def _show(report: BucketReport) -> None:
             f"{statistics.median(seconds):.2f}, {max(seconds):.2f}",
         ),
         ("kills of head and disk", f"{len(report.lost)}"),
-        ("iterations trained again, for each", ", ".join(map(str, report.lost))),
+        ("iterations trained again after it, for each", ", ".join(map(str, report.lost))),
         ("waiting for the dead head's lease", ", ".join(f"{each:.0f} s" for each in report.lease_s)),
         ("from then to going on", ", ".join(f"{each:.1f} s" for each in report.brought_s)),
         ("weights and ledger as undisturbed, to the bit", "yes" if report.equal else "NO"),
@@ -233,6 +274,10 @@ def _show(report: BucketReport) -> None:
     ):
         table.add_row(name, value)
     Console().print(table)
+
+
+def _spread(values: list[float]) -> str:
+    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
 if __name__ == "__main__":

@@ -25,13 +25,15 @@ class BucketServer:
     """The server, and what it was asked for.
 
     Attributes:
-        fault: of a request: ``unavailable``, ``expired``, ``skewed``, ``cut``, or None, for each that comes.
+        fault: of a request: ``unavailable``, ``expired``, ``skewed``, ``cut``, ``slow`` (no answer until
+            ``goes_on``), ``If-Match`` or ``If-None-Match`` (it is not heeded), or None, for each that comes.
     """
 
     endpoint: str
     fault: Fault = lambda environ: None
     requests: Counter[str] = field(default_factory=Counter)
     received_bytes: int = 0
+    goes_on: threading.Event = field(default_factory=threading.Event)
     _answered: threading.Condition = field(default_factory=threading.Condition)
 
     def answered(self) -> None:
@@ -108,6 +110,10 @@ def bucket_server() -> Iterator[BucketServer]:
                 start("403 Forbidden", [("Content-Type", "application/xml")])
                 code, said = "RequestTimeTooSkewed", "The difference between times is too large."
                 return [f"<Error><Code>{code}</Code><Message>{said}</Message></Error>".encode()]
+            case "slow":
+                server.goes_on.wait()
+            case "If-Match" | "If-None-Match" as header:
+                environ.pop(f"HTTP_{header.upper().replace('-', '_')}", None)
             case "cut":
                 environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
                 return []
@@ -123,5 +129,6 @@ def bucket_server() -> Iterator[BucketServer]:
         server.requests.clear()
         yield server
     finally:
+        server.goes_on.set()
         serving.shutdown()
         thread.join()

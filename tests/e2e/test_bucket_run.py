@@ -6,9 +6,12 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from main_job import (
@@ -120,6 +123,12 @@ def test_a_head_that_dies_with_its_disk_goes_on_elsewhere_as_if_nothing_had_been
     assert planned.exit_code == 0, planned.output
     assert "4 iterations are trained" in planned.stdout
     assert f"In {ADDRESS}, estimated" in planned.stdout
+    assert f": {ADDRESS}/demo" in planned.stdout
+    named = CliRunner().invoke(app, ["train", f"{ADDRESS}/demo", "iterations=5", "--dry-run"])
+    assert "after iteration 4 of 5" in named.stdout, named.output
+    assert f": {ADDRESS}/demo" in named.stdout
+    forked = CliRunner().invoke(app, ["train", "--fork", f"{ADDRESS}/demo", "--name", "other"])
+    assert "expected a run in a folder" in forked.output
     missing = CliRunner().invoke(app, ["audit", f"{ADDRESS}/other"])
     assert "no run 'other' is in" in missing.output
     again = train("another", "demo")
@@ -191,6 +200,62 @@ def test_a_bucket_that_is_not_there_or_refuses_is_an_error_before_any_work(
         BUCKET_RUNS.work(ADDRESS, "demo", tmp_path, print),
     ):
         pytest.fail("its token has expired")
+
+
+@pytest.mark.parametrize("header", ["If-Match", "If-None-Match"])
+def test_a_service_that_does_not_heed_conditions_is_refused(
+    server: BucketServer, tmp_path: Path, header: str
+) -> None:
+    server.fault = lambda environ: header
+    with (
+        pytest.raises(BucketError, match=f"a service that heeds {header}, as"),
+        BUCKET_RUNS.work(ADDRESS, "demo", tmp_path, print),
+    ):
+        pytest.fail("another head could write over this one")
+
+
+def test_a_run_goes_on_while_its_bucket_is_slow_and_ctrl_c_does_not_wait_for_it(
+    server: BucketServer, tmp_path: Path
+) -> None:
+    script = (
+        "import sys\nfrom pathlib import Path\nfrom spotlight_bucket.bucket_runs import BUCKET_RUNS\n"
+        "with BUCKET_RUNS.work(sys.argv[1], 'demo', Path(sys.argv[2]), print) as runs_dir:\n"
+        "    run = runs_dir / 'demo'\n    run.mkdir()\n"
+        "    (run / 'config.yaml').write_text('name: demo')\n"
+        "    print('works', flush=True)\n    sys.stdin.readline()\n    print('ends', flush=True)\n"
+    )
+    holding = threading.Event()
+
+    def slow(environ: dict[str, Any]) -> str | None:
+        if environ["REQUEST_METHOD"] == "PUT" and "/chunks/" in environ["PATH_INFO"]:
+            holding.set()
+            return "slow"
+        return None
+
+    server.fault = slow
+    command = [sys.executable, "-c", script, ADDRESS, str(tmp_path)]
+    with subprocess.Popen(
+        command,
+        env=os.environ | server.environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "works\n"
+        assert holding.wait(60)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "ends\n"
+        assert "there" in process.stdout.readline()  # it sends what is left
+        process.send_signal(signal.SIGINT)
+        try:
+            _, said = process.communicate(timeout=PROCESS_DEADLINE_S / 4)
+        finally:
+            process.kill()
+        assert "KeyboardInterrupt" in said
 
 
 def test_what_the_bucket_does_not_take_at_the_end_stays_and_is_sent_by_the_next_command(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import random
@@ -21,7 +22,7 @@ from spotlight.store.manifest import CheckpointHeader
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.run_store import stored_runs
 from spotlight.store.store_errors import RunInUseError
-from spotlight_bucket.bucket_objects import BucketError, Objects
+from spotlight_bucket.bucket_objects import BucketError, Objects, Version, _in_words
 from spotlight_bucket.lease import HEAD, claim
 from spotlight_bucket.local_copies import ReadCopy, bring_to_work, folder_of, is_light, working_copy
 from spotlight_bucket.replicator import Place, Replicator
@@ -85,13 +86,16 @@ def content_of(run: Path) -> dict[str, bytes]:
     }
 
 
-def test_what_a_head_sent_is_brought_back_to_the_bit(head: Head, objects: Objects, tmp_path: Path) -> None:
+def test_what_a_head_sent_is_brought_back_to_the_bit(
+    head: Head, objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spotlight_bucket.snapshots.CHUNK_BYTES", 1 << 20)
     head.begin()
     (head.run / "images").mkdir()
     (head.run / "images" / "empty.png").touch()
     (head.run / "lock").write_text("process 1")
     (head.run / "elsewhere").symlink_to("/etc/hostname")
-    head.checkpoint(1, size_bytes=17 << 20)  # two chunks
+    head.checkpoint(1, size_bytes=(1 << 20) + 1)  # two chunks
     head.checkpoint(2)
     with closing(SqliteLedger(head.ledger)) as ledger:
         number = 1
@@ -123,7 +127,7 @@ def test_what_did_not_change_is_not_sent_again_and_what_is_not_needed_is_removed
     sent, serial = head.replicator.sender.sent.requests, head.replicator.newest.serial
     head.replicator.sync()
     assert (head.replicator.sender.sent.requests, head.replicator.newest.serial) == (sent, serial)
-    for iteration in range(2, 7):
+    for iteration in range(2, 5):
         head.checkpoint(iteration)
         head.replicator.sync()
     there = set(objects.names(CHUNKS))
@@ -254,6 +258,7 @@ def _file(path: str, size_bytes: object = 0, chunks: object = ()) -> dict[str, o
         _with(files=_file("a\x1b[2J")),
         _with(files=_file("x" * 300)),
         _with(files=_file("a") | _file("a/b")),
+        _with(files=_file("a/" * 10_000 + "a")),
         _with(files=_file("a", 10, [])),
         _with(files=_file("a", -1)),
         _with(files=_file("a", 1e300)),
@@ -318,6 +323,34 @@ def test_a_reader_brings_what_it_needs_and_follows_the_run(
     copy.renew(is_light)
     assert not (copy.run / "summary.json").exists()
     assert (checkpoint / "weights").exists()
+
+
+def test_a_reader_keeps_others_of_its_machine_from_the_copy(
+    head: Head, objects: Objects, tmp_path: Path
+) -> None:
+    asked = 0
+
+    class Watched(Objects):
+        def get(self, name: str, bytes_max: int) -> tuple[bytes, Version] | None:
+            nonlocal asked
+            asked += 1
+            with (tmp_path / "two" / "read" / ".demo.lock").open() as lock, pytest.raises(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return objects.get(name, bytes_max)
+
+    head.begin()
+    head.replicator.sync()
+    copy = ReadCopy(tmp_path / "two", "demo", Watched(objects._store, objects.address))
+    assert copy.renew(is_light)
+    assert asked > 1
+
+
+def test_an_error_names_no_secret_of_an_address() -> None:
+    error = OSError("error sending request for url (http://key:secret@127.0.0.1:1/b/x?sig=signature)")
+    said = _in_words(error)
+    assert "127.0.0.1:1/b/x" in said
+    assert "secret" not in said
+    assert "signature" not in said
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from rich.console import Console
 from rich.text import Text
 
@@ -20,11 +22,16 @@ def forked(
     from spotlight.config.load import load_run
     from spotlight.runtime.resuming.course import fork, fork_plan
     from spotlight.store.ledger.course_changes import CourseChange, course_words
+    from spotlight.store.run_store import stored_runs
 
     if parent is None:
         raise failure("--name and --iteration are of --fork; expected it. Add --fork RUN, or say name=NAME.")
     if name is None:
         raise failure("--fork without --name; expected the new run's. Add --name NAME.")
+    if stored_runs(Path(parent).parent) is not None:
+        raise failure(
+            f"--fork is {parent}; expected a run in a folder, beside which the fork is made. Name one."
+        )
     run = find_run(parent)
     config = load_run(run, [*overrides, f"name={name}"])
     console = Console(highlight=False)

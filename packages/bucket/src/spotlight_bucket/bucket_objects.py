@@ -31,7 +31,7 @@ _RETRIES = 3
 """Of a request, within seconds; a replicator goes on trying for as long as its run lasts."""
 _RETRY_S = 15.0
 _SAID = re.compile(r"<Code>([^<]{1,80})</Code>\s*<Message>([^<]{1,200})</Message>")
-_QUERY = re.compile(r"\?\S+")
+_SECRET = re.compile(r"\?\S+|(?<=//)[^/\s]*@")
 
 
 class BucketError(StoreError):
@@ -152,10 +152,10 @@ def _plain_http() -> bool:
 
 
 def _in_words(error: Exception) -> str:
-    """What the service said, without addresses' queries, which may hold a signature."""
+    """What the service said, without what may be secret in addresses: queries, which sign, and passwords."""
     text = str(error)
     if match := _SAID.search(text):
-        return f"{match[1]}: {match[2]}"
-    text = _QUERY.sub("", " ".join(text.split("Debug source:")[0].split()))[:300]
+        return "".join(each for each in f"{match[1]}: {match[2]}" if each.isprintable())
+    text = _SECRET.sub("", " ".join(text.split("Debug source:")[0].split()))[:300]
     is_refused = "builder error" in text and "http://" in text
     return f"{text}. An address without TLS needs AWS_ALLOW_HTTP=true." if is_refused else text

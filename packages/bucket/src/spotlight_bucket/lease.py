@@ -126,11 +126,17 @@ def claim(
 
 def _require_conditional_puts(objects: Objects) -> None:
     """Two heads would write over each other where the service takes a condition and does not heed it."""
+    objects.put(CLOCK, b"before")
+    before = objects.get(CLOCK, _BYTES_MAX)
     objects.put(CLOCK, b"now")
-    if objects.create(CLOCK, b"once more"):
+    made_again = objects.create(CLOCK, b"once more")
+    if made_again or (before is not None and objects.replace(CLOCK, b"of an old version", before[1])):
+        what, header = (
+            ("made once more", "If-None-Match") if made_again else ("replaced as an old one", "If-Match")
+        )
         raise BucketError(
-            f"{objects.address}: an object that is there was made once more; expected a service that heeds "
-            "If-None-Match, as S3, Google Cloud Storage and Azure Blob Storage do. Take another service."
+            f"{objects.address}: an object that is there was {what}; expected a service that heeds "
+            f"{header}, as S3, Google Cloud Storage and Azure Blob Storage do. Take another service."
         )
 
 
@@ -150,7 +156,7 @@ def _parsed(objects: Objects, content: bytes) -> Holder:
         types = type(holder.epoch), type(holder.copy), type(holder.where), type(holder.released)
         if types != (int, str, str, bool) or not 0 <= holder.epoch < 10**6 - 1:
             raise ValueError(f"found {content[:100]!r}")
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise BucketError(
             f"{objects.address}/{HEAD}: not a lease ({error}). Remove it once no head works on the run."
         ) from error

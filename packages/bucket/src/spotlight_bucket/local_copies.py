@@ -130,6 +130,23 @@ class ReadCopy:
 
         Raises StoreError, of the bucket or the disk.
         """
+        with self._held():
+            return self._renew(wanted)
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        """Until other readers of this machine, such as a dashboard, have renewed it."""
+        with storage_errors("cannot write", self.run.parent):
+            self.run.parent.mkdir(parents=True, exist_ok=True)
+            lock = self.run.with_name(f".{self.run.name}.lock")
+            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _renew(self, wanted: Callable[[str], bool]) -> bool:
         for look in range(_LOOKS_MAX):
             snapshot = newest_snapshot(self._objects)
             if snapshot is None or "config.yaml" not in snapshot.files:

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
 from spotlight.store.store_errors import require_free_bytes
 from spotlight_bucket.bucket_objects import BucketError, Objects
 from spotlight_bucket.snapshots import CHUNKS, StoredFile, chunk_bytes_of, digest_of
+from spotlight_bucket.transfers import Transfers
 from spotlight_rewards.base.file_errors import storage_errors
 from spotlight_rewards.base.files import TEMPORARY_PREFIX, fsync_path
 
@@ -38,13 +41,13 @@ def receive(objects: Objects, files: Mapping[str, StoredFile], folder: Path) -> 
     needed = sum(file.size_bytes for file in wanted.values())
     require_free_bytes(folder, needed)
     with storage_errors("cannot write what the bucket holds", folder):
-        with ThreadPoolExecutor(RECEIVERS, thread_name_prefix="bucket") as pool:
+        with Transfers(RECEIVERS) as transfers:
             for path, file in wanted.items():
                 target = folder / path
                 target.parent.mkdir(parents=True, exist_ok=True)
                 temporary = target.with_name(TEMPORARY_PREFIX + target.name)
                 temporary.unlink(missing_ok=True)
-                _write(objects, file.chunks, file.size_bytes, chunk_bytes_of(path), temporary, pool)
+                _write(objects, file.chunks, file.size_bytes, chunk_bytes_of(path), temporary, transfers)
                 temporary.replace(target)
         for parent in {(folder / path).parent for path in wanted}:
             fsync_path(parent)
@@ -71,7 +74,7 @@ def _write(
     size_bytes: int,
     piece: int,
     target: Path,
-    pool: ThreadPoolExecutor,
+    transfers: Transfers,
 ) -> None:
     descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -84,10 +87,16 @@ def _write(
                 content, start = content[written:], start + written
 
         for some in _batches(((index * piece, chunk) for index, chunk in enumerate(chunks)), RECEIVERS):
-            list(pool.map(bring, some))
+            under_way = [transfers.submit(partial(bring, part)) for part in some]
+            wait(under_way)  # they write to the descriptor
+            for each in under_way:
+                each.result()
         os.fsync(descriptor)
     finally:
-        os.close(descriptor)
+        if not isinstance(
+            sys.exception(), KeyboardInterrupt
+        ):  # which leaves calls under way, that write to it
+            os.close(descriptor)
 
 
 def _checked(objects: Objects, chunk: str, size_bytes: int) -> bytes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from pathlib import Path
 from spotlight.store.run_directory import RunPaths
 from spotlight_bucket.bucket_objects import BucketError, Objects
 from spotlight_bucket.lease import RENEWED_EVERY_S, HeadLease
-from spotlight_bucket.run_files import consistent_files, pointer_of
+from spotlight_bucket.run_files import consistent_files, pointer_of, run_bytes
 from spotlight_bucket.sending import Sender
 from spotlight_bucket.snapshots import CHUNKS, FencedError, RunSnapshot, append, name_of, serials
 from spotlight_rewards.base.file_errors import StoreError, size
@@ -134,9 +135,10 @@ class Replicator:
             yield
         finally:
             ends.set()
-            with self._telling():
-                for thread in threads:
-                    thread.join()
+            if not isinstance(sys.exception(), KeyboardInterrupt):  # which ends at once
+                with self._telling():
+                    for thread in threads:
+                        thread.join()
 
     def finish(self, patience_s: float) -> None:
         """Send the final state, and say so.
@@ -169,12 +171,12 @@ class Replicator:
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
-        ends, before = threading.Event(), self.sender.sent.bytes
+        ends = threading.Event()
 
         def tell() -> None:
             while not ends.wait(_TOLD_EVERY_S):
-                sent = size(self.sender.sent.bytes - before)
-                self._note(f"sending the final state to {self._place.objects.address}: {sent} so far")
+                there, of = size(self.sender.sent.there), size(run_bytes(self._place.run))
+                self._note(f"sending the final state to {self._place.objects.address}: {there} of {of} there")
 
         thread = threading.Thread(target=tell, daemon=True)
         thread.start()

@@ -12,7 +12,7 @@ import re
 import sqlite3
 import stat
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -76,6 +76,17 @@ def consistent_files(run: Path, backup: Path) -> Iterator[Iterator[OpenFile]]:
                     continue  # replaced or removed by the run
 
         yield every()
+
+
+def run_bytes(run: Path) -> int:
+    """About how much a bucket holds of a run."""
+    ledger, total = RunPaths(run).ledger.name, 0
+    for top in run.iterdir():
+        if top.name not in _LEFT_OUT and not top.name.startswith(f"{ledger}-"):
+            for path in _regular(top):
+                with suppress(FileNotFoundError):
+                    total += path.lstat().st_size
+    return total
 
 
 def copy_ledger(ledger: Path, backup: Path) -> None:

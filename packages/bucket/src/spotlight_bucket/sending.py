@@ -6,10 +6,12 @@ was: nothing that arrived is sent again.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterable
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Self
 
 from spotlight_bucket.bucket_objects import Objects
@@ -22,6 +24,7 @@ from spotlight_bucket.snapshots import (
     digest_of,
     is_chunk,
 )
+from spotlight_bucket.transfers import Transfers
 
 SENDERS = 8
 """Chunks of 16 MiB on their way at once."""
@@ -31,10 +34,15 @@ _SETTLED_S = 1.0
 
 @dataclass(slots=True)
 class Sent:
-    """Bytes and requests of this process."""
+    """Bytes and requests of this process.
+
+    Attributes:
+        there: bytes of the files of the call under way, or the last, that the bucket holds.
+    """
 
     bytes: int = 0
     requests: int = 0
+    there: int = 0
 
 
 @dataclass(slots=True)
@@ -46,9 +54,7 @@ class Sender:
     sent: Sent = field(default_factory=Sent)
     _known: dict[str, str] = field(default_factory=dict)
     _described: dict[str, tuple[tuple[int, int, int], StoredFile]] = field(default_factory=dict)
-    _pool: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(SENDERS, thread_name_prefix="bucket")
-    )
+    _transfers: Transfers = field(default_factory=lambda: Transfers(SENDERS))
 
     def look(self, gone: Iterable[str]) -> set[str]:
         """Ask the bucket which chunks are there; of those in ``gone`` none is. Raises BucketError."""
@@ -69,19 +75,23 @@ class Sender:
         Raises BucketError, OSError of the disk; chunks that had arrived stay known.
         """
         found: dict[str, StoredFile] = {}
-        under_way: dict[Future[None], str] = {}
+        under_way: dict[Future[int], str] = {}
+        self.sent.there = 0
         try:
             for each in files:
                 if (stored := self._unchanged(each)) is None:
                     stored = self._send(each, under_way)
+                else:
+                    self.sent.there += each.size_bytes
                 if stored is not None:
                     found[each.path] = stored
             while under_way:
                 self._settle(under_way)
         finally:
-            for future in under_way:  # after an error: what arrives still counts
-                if future.exception() is None:
-                    self._arrived(under_way[future])
+            if not isinstance(sys.exception(), KeyboardInterrupt):  # which ends at once
+                for future in under_way:  # after an error: what arrives still counts
+                    if future.exception() is None:
+                        self._arrived(under_way[future])
         self._described = {path: kept for path, kept in self._described.items() if path in found}
         return found
 
@@ -92,7 +102,7 @@ class Sender:
         there = all(self._known.get(digest_of(chunk)) == chunk for chunk in stored.chunks)
         return stored if there else None
 
-    def _send(self, file: OpenFile, under_way: dict[Future[None], str]) -> StoredFile | None:
+    def _send(self, file: OpenFile, under_way: dict[Future[int], str]) -> StoredFile | None:
         piece, left, chunks = chunk_bytes_of(file.path), file.size_bytes, list[str]()
         coming = {digest_of(chunk): chunk for chunk in under_way.values()}
         while left > 0:
@@ -106,21 +116,27 @@ class Sender:
             if there is None:
                 while len(under_way) >= SENDERS:
                     self._settle(under_way)
-                future = self._pool.submit(self.objects.put, f"{CHUNKS}/{name}", content)
+                future = self._transfers.submit(partial(self._put, name, content))
                 under_way[future] = coming[digest] = name
                 self.sent.bytes += len(content)
                 self.sent.requests += 1
+            else:
+                self.sent.there += len(content)
             chunks.append(there or name)
         stored = StoredFile(file.size_bytes, tuple(chunks))
         if time.time() - file.stamp[2] / 1e9 > _SETTLED_S:
             self._described[file.path] = file.stamp, stored
         return stored
 
-    def _settle(self, under_way: dict[Future[None], str]) -> None:
+    def _put(self, name: str, content: bytes) -> int:
+        self.objects.put(f"{CHUNKS}/{name}", content)
+        return len(content)
+
+    def _settle(self, under_way: dict[Future[int], str]) -> None:
         done, _ = wait(under_way, return_when=FIRST_COMPLETED)
         for future in done:
             name = under_way.pop(future)
-            future.result()
+            self.sent.there += future.result()
             self._arrived(name)
 
     def _arrived(self, chunk: str) -> None:
@@ -130,4 +146,4 @@ class Sender:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._transfers.__exit__(*error)

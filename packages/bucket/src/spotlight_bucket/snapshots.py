@@ -37,7 +37,7 @@ _FILE_BYTES_MAX = 1 << 42
 _SERIAL = re.compile(r"(\d{10})\.json")
 _CHUNK = re.compile(r"(\d{6})-([0-9a-f]{64})")
 _COPY = re.compile(r"[0-9a-f]{32}")
-_PART_BYTES_MAX = 255
+_PART_BYTES_MAX, _PATH_CHARACTERS_MAX = 255, 4096
 
 
 class FencedError(BucketError):
@@ -169,7 +169,7 @@ def take_over(objects: Objects, epoch: int, copy: str) -> RunSnapshot:
 
 
 def _parsed(tree: dict[str, Any]) -> RunSnapshot:
-    files = {str(path): _file(str(path), each) for path, each in tree["files"].items()}
+    files = {path: _file(path, each) for path, each in tree["files"].items()}
     folders = {str(parent) for path in files for parent in PurePosixPath(path).parents}
     if clash := folders & files.keys():
         raise ValueError(f"{min(clash)!r} is a file and a folder")
@@ -197,7 +197,7 @@ def _file(path: str, tree: dict[str, Any]) -> StoredFile:
 def is_plain(path: str) -> bool:
     """Whether a path leads to a file below a folder, and its parts are names that may be shown."""
     parts = path.split("/")
-    return all(
+    return len(path) <= _PATH_CHARACTERS_MAX and all(
         part not in ("", ".", "..") and part.isprintable() and "\\" not in part
         and len(part.encode("utf-8", "surrogatepass")) <= _PART_BYTES_MAX
         for part in parts

@@ -34,7 +34,7 @@ def print_plan(
     console: Console, config: RunConfig, plan: RunPlan, fleet: FleetPlan | None, kept: StoredRuns | None
 ) -> None:
     """Print counts, parameters, memory, disk and time, and what it costs to keep the run elsewhere."""
-    _print(console, "Work", _work(config, plan))
+    _print(console, "Work", _work(config, plan, kept))
     _print(console, "DiT passes of an iteration (one sample each)", _passes(plan))
     _print(console, "Parameters", _parameters(plan))
     if plan.memory:
@@ -87,9 +87,9 @@ def _print(
     console.print()
 
 
-def _work(config: RunConfig, plan: RunPlan) -> Iterator[tuple[str, str, str]]:
+def _work(config: RunConfig, plan: RunPlan, kept: StoredRuns | None) -> Iterator[tuple[str, str, str]]:
     rollout, learner = config.rollout, config.learner
-    where = str(config.runs_dir / config.name)
+    where = f"{config.runs_dir if kept is None else kept.address}/{config.name}"
     if plan.trained >= config.iterations:
         yield "run", "finished", f"{plan.trained} iterations are trained: {where}"
     elif plan.trained:

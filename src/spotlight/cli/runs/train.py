@@ -271,8 +271,11 @@ def _configured(
 def configuration_of(given: list[str]) -> RunConfig:
     """Of a file and overrides, or of a run and what changes of its course. Raises ConfigError."""
     from spotlight.config.load import load_config, load_run
+    from spotlight.store.run_store import Wanted, stored_run
 
     path, overrides = split_arguments(given)
+    if path is not None and (copy := stored_run(str(path), Wanted.LIGHT)) is not None:
+        return load_run(copy, [f"runs_dir={path.parent}", *overrides])
     run = None if path is None else run_named(str(path))
     return load_config(path, overrides) if run is None else load_run(run, overrides)
 
@@ -341,7 +344,7 @@ def _print_plan(config: RunConfig, arguments: Sequence[str], ranks: int | None) 
     from spotlight.cluster.local.emulation import require_learner_room
     from spotlight.cluster.local.fleet_plan import plan_fleet
     from spotlight.dry_run.run_plan import make_plan
-    from spotlight.runtime.preflight import finished_summary, require_disk, require_startable
+    from spotlight.runtime.preflight import finished_note, finished_summary, require_disk, require_startable
     from spotlight.runtime.resuming.course import planned_changes
     from spotlight.store.run_store import Wanted, default_cache, stored_runs
 
@@ -352,14 +355,19 @@ def _print_plan(config: RunConfig, arguments: Sequence[str], ranks: int | None) 
                 kept.address, config.name, config.cache_dir or default_cache(), Wanted.LIGHT
             )
             config = config.model_copy(update={"runs_dir": copy.parent})
-        if finished_summary(config) is None:
+        finished = finished_summary(config)
+        if finished is None:
             require_disk(config, require_startable(config))
         plan, fleet = make_plan(config, ranks), plan_fleet(config.fleet)
         require_learner_room(config)
-        changes = planned_changes(config)
+        notes = (
+            [f"Changes {each}" for each in planned_changes(config)]
+            if finished is None
+            else [f"This run {finished_note(config, finished)}"]
+        )
     console = Console(highlight=False)
-    for each in changes:
-        console.print(Text(f"Changes {each}"), soft_wrap=True)
+    for each in notes:
+        console.print(Text(each), soft_wrap=True)
     print_plan(console, config, plan, fleet, kept)
     shown = shlex.join(["spotlight", "config", *arguments])
     console.print(Text(f"Every key of this configuration: {shown}"), soft_wrap=True)
@@ -388,7 +396,13 @@ def _run(
             if finished_summary(config) is None:
                 require_startable(config)  # again in the driver, whose import takes seconds
             run = driver_of(config, profile)
-            return run(config, progress, process_age_s())
+            result = run(config, progress, process_age_s())
+            if result.error is None and not result.stopped and int(os.environ.get("RANK", "0")) == 0:
+                from spotlight.report.model_card import write_card
+                from spotlight.report.record import read_run
+
+                write_card(read_run(result.directory))  # in here: what keeps the run elsewhere takes it, too
+            return result
     except KeyboardInterrupt as error:
         message = "interrupted at once; the same command goes on from the last checkpoint."
         raise failure(message, EXIT_INTERRUPTED) from error
@@ -465,8 +479,7 @@ def _print_result(result: RunResult) -> None:
 
 def _finish(console: Console, directory: Path) -> None:
     from spotlight.report.final_screen import print_final_screen
-    from spotlight.report.model_card import write_card
+    from spotlight.report.model_card import CARD_FOLDER
     from spotlight.report.record import read_run
 
-    run = read_run(directory)
-    print_final_screen(console, run, write_card(run))
+    print_final_screen(console, read_run(directory), directory / CARD_FOLDER / "README.md")
