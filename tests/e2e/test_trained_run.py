@@ -13,6 +13,7 @@ from main_job import NFT, Job, Straight, lora
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+import spotlight
 from spotlight.cli.main import app
 from spotlight.diffusion.noise import INITIAL, noise_batch
 from spotlight.models.media import MediaSize
@@ -142,7 +143,9 @@ def test_what_cannot_be_opened_says_why(run: TrainedRun, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_lora_beside_few_bits_is_exported_for_the_model_on_file(job: Job, tmp_path: Path) -> None:
+def test_a_lora_beside_few_bits_is_exported_for_the_model_on_file(
+    job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     job.train("four-bits", *NFT, "iterations=1", "model.quantize=nf4")
     kept, whole = (TrainedRun.open(job.root / "four-bits", quantize=each) for each in (None, "none"))
     ours, theirs = (each.generate([PROMPT], [SEED], STEPS) for each in (kept, whole))
@@ -158,6 +161,8 @@ def test_a_lora_beside_few_bits_is_exported_for_the_model_on_file(job: Job, tmp_
         assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
     said = CliRunner().invoke(app, ["export", str(job.root / "four-bits"), "--out", str(tmp_path / "lora")])
     assert "beside the base in NF4" in said.output, said.output
+    spotlight.open(job.root / "four-bits").export(tmp_path / "python", device="cpu")
+    assert "beside the base in NF4" in caplog.text
     job.train("all-weights", *NFT, "iterations=1", "learner.mode=full", "learner.learning_rate=0.001")
     with pytest.raises(ModelError, match="all weights of this run were trained"):
         TrainedRun.open(job.root / "all-weights", quantize="int8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import logging
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from spotlight_rewards.base.file_errors import StoreError
 if TYPE_CHECKING:
     from spotlight.report.record import RunRecord
     from spotlight.store.ledger.ledger_audit import AuditReport
+
+log = logging.getLogger("spotlight")
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,8 @@ class Run:
     ) -> Path:
         """Write a LoRA, or with ``merged`` a whole pipeline, for diffusers.
 
+        A LoRA that was trained beside a base in few bits is logged as such, as ``spotlight export`` says it.
+
         Args:
             iteration: of the checkpoint; default: the newest.
             best: the kept checkpoint with the best validation; a text names the curve.
@@ -133,6 +138,7 @@ class Run:
         Raises:
             StoreError, ModelError: as ``spotlight export``.
         """
+        from spotlight.report.loading import whole_base_note
         from spotlight.runtime.inference import TrainedRun
 
         by = (best if isinstance(best, str) else "") if best else None
@@ -141,6 +147,8 @@ class Run:
             trained.export_merged(Path(directory))
         else:
             trained.export_lora(Path(directory))
+        if note := whole_base_note(trained.config):
+            log.warning(note)
         return Path(directory)
 
     def audit(self) -> AuditReport:
