@@ -189,7 +189,7 @@ def test_under_torchrun_a_reward_finds_the_gpu_of_its_rank_only(monkeypatch: pyt
 @pytest.mark.parametrize("comparing", ["vote", "vlm-rank"])
 def test_a_single_picture_per_prompt_cannot_be_compared_and_nobody_is_asked_about_it(comparing: str) -> None:
     class Comparing:
-        compares_groups = (comparing,)
+        compares_groups, without_gradient = (comparing,), ()
         closed = False
 
         def close(self) -> None:
