@@ -148,7 +148,8 @@ class RunAnswers:
             reader = self._readers.setdefault(run, CurveReader(run))
         dollars = read_spent(run) if axis == "usd" else None
         with reader.columns() as columns:
-            return run_curve(run, curve(columns, name, dollars, ALL_POINTS), axis)
+            found = curve(columns, name, dollars, ALL_POINTS)
+        return run_curve(run.name, run.settings().tree, found, axis)
 
     def _curves(self, run: RunFolder, what: str, query: Query) -> Json:
         with self._lock:

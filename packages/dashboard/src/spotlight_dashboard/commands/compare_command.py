@@ -118,6 +118,7 @@ def _columns(directory: Path) -> CurveColumns:
 
 
 def _read(directory: Path, name: str, by: Axis) -> RunCurve:
+    from spotlight.config.load import changed_keys, load_dump
     from spotlight_dashboard.run_folders import RunFolder
     from spotlight_dashboard.views.curves import ALL_POINTS, curve, read_spent
     from spotlight_dashboard.views.means import run_curve
@@ -125,7 +126,9 @@ def _read(directory: Path, name: str, by: Axis) -> RunCurve:
     path = directory.resolve()
     folder = RunFolder(path.name, path)
     dollars = read_spent(folder) if by == "usd" else None
-    return run_curve(folder, curve(_columns(directory), name, dollars, ALL_POINTS), by)
+    changed = changed_keys(load_dump(folder.paths.config, installed=False))
+    settings = {key: value for key, (value, _) in changed.items()}
+    return run_curve(path.name, settings, curve(_columns(directory), name, dollars, ALL_POINTS), by)
 
 
 def _known(groups: Sequence[Seeds]) -> str:

@@ -6,26 +6,14 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spotlight.config.load import changed_keys, load_dump
 from spotlight_dashboard.comparison import DRAWN, RunCurve, Seeds, grouped, points
 from spotlight_dashboard.figures import Json
-from spotlight_dashboard.run_folders import RunFolder
-from spotlight_rewards.base.file_errors import StoreError
 
 
-def run_curve(run: RunFolder, found: Mapping[str, Any], axis: str) -> RunCurve:
-    """The curve over ``axis``, with what the run's configuration sets beside the defaults.
-
-    Raises:
-        ConfigError, StoreError: its configuration cannot be read.
-    """
-    path = run.readable(run.paths.config)
-    if path is None:
-        raise StoreError(f"{run.paths.config}: no configuration here, or only a link out of the run.")
+def run_curve(name: str, settings: Mapping[str, object], found: Mapping[str, Any], axis: str) -> RunCurve:
+    """The curve over ``axis``; ``settings`` as of :class:`RunCurve`, or all there are."""
     pairs = sorted((x, y) for x, y in zip(found[axis], found["y"], strict=True) if None not in (x, y))
-    changed = changed_keys(load_dump(path, installed=False))
-    settings = {key: value for key, (value, _) in changed.items()}
-    return RunCurve(run.name, settings, [x for x, _ in pairs], [y for _, y in pairs])
+    return RunCurve(name, settings, [x for x, _ in pairs], [y for _, y in pairs])
 
 
 def means(curves: Sequence[RunCurve]) -> Json:
