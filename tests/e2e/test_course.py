@@ -112,6 +112,17 @@ def test_what_a_command_may_change_depends_on_whom_it_names(job: Job, begun: Pat
     with pytest.raises(OtherConfigurationError, match=r"no fork of it can have learner\.lora\.rank=8"):
         fork(begun, configuration_of([str(begun), "name=fork", "learner.lora.rank=8"]), None)
     assert go_on(str(begun)).notes == ["finished before: 2 iterations are trained"]
+    unused = (str(begun), "learner.learning_rate=0.01")
+    said = (
+        "finished before: 2 iterations are trained; nothing is changed (from iteration 2 on: "
+        "learner.learning_rate 0.03 to 0.01), since no iteration is left. To go on with it: "
+        "iterations=N, above 2"
+    )
+    assert go_on(*unused).notes == [said]
+    dry = CliRunner().invoke(app, ["train", *unused, "--dry-run"], env={"COLUMNS": "200"})
+    assert f"This run {said}" in dry.output
+    assert "Changes" not in dry.output
+    assert audit_run(begun).course == ()
 
 
 def test_a_fork_goes_on_from_any_checkpoint_with_the_state_of_its_parent(job: Job, begun: Path) -> None:

@@ -148,7 +148,9 @@ def test_a_ledger_from_before_checkpoints_were_recorded_misses_the_one_it_was_re
     make_run(tmp_path)
     paths = RunPaths(tmp_path)
     with closing(sqlite3.connect(paths.ledger)) as connection:
-        connection.executescript("DROP TABLE checkpoints; PRAGMA user_version = 12;")
+        connection.executescript(
+            "DROP TABLE checkpoints; DROP TABLE course_changes; PRAGMA user_version = 12;"
+        )
     newest = CheckpointStore(paths.checkpoints, keep=2).newest_valid()
     assert newest is not None
     with SqliteLedger(paths.ledger) as ledger:

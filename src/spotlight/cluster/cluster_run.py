@@ -40,7 +40,7 @@ from spotlight.runtime.assembly import components as build
 from spotlight.runtime.attempt import RunResult, open_attempt
 from spotlight.runtime.conclusion import conclude_run
 from spotlight.runtime.observer import Observer
-from spotlight.runtime.preflight import finished_summary, require_disk, require_startable
+from spotlight.runtime.preflight import finished_note, finished_summary, require_disk, require_startable
 from spotlight.runtime.recorder import LEARNER_FOLDER
 from spotlight.runtime.resuming.course import Resuming
 from spotlight.runtime.signals import stopping_gracefully
@@ -74,7 +74,7 @@ def train_on_cluster(
     """
     began_s, began_here_s = time.time() - spent_s, time.monotonic() - spent_s
     if (summary := finished_summary(config)) is not None:
-        observer.note(f"finished before: {summary.iterations} iterations are trained")
+        observer.note(finished_note(config, summary))
         return RunResult(config.runs_dir / config.name, summary, None, stopped=False)
     with ExitStack() as stack:
         prompts = _read_prompts(config)

@@ -15,7 +15,7 @@ from spotlight.dry_run.memory_plan import checkpoint_parts, stored_parts
 from spotlight.dry_run.model_checks import require_model, require_prompts
 from spotlight.dry_run.model_plan import NotHere, read_transformer
 from spotlight.dry_run.run_plan import newest_checkpoint, parameters_trained, stored_tokens
-from spotlight.runtime.resuming.course import Resuming
+from spotlight.runtime.resuming.course import Resuming, planned_changes
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.ledger_schema import Ending
 from spotlight.store.run_directory import RunPaths, check_run_directory
@@ -46,6 +46,18 @@ def finished_summary(config: RunConfig) -> RunSummary | None:
     if summary.lora is not None and not (paths.path / summary.lora).exists():
         return None
     return summary if summary.iterations >= config.iterations else None
+
+
+def finished_note(config: RunConfig, summary: RunSummary) -> str:
+    """What a command on a finished run is told: nothing that it changes takes effect."""
+    note = f"finished before: {summary.iterations} iterations are trained"
+    changes = " ".join(planned_changes(config))
+    if not changes:
+        return note
+    return (
+        f"{note}; nothing is changed ({changes}), since no iteration is left. To go on with it: "
+        f"iterations=N, above {summary.iterations}"
+    )
 
 
 def require_startable(config: RunConfig) -> Prompts:

@@ -30,7 +30,7 @@ from spotlight.runtime.conclusion import conclude_run, export_judged
 from spotlight.runtime.inline import Denoiser, InlineDriver, InlineParts
 from spotlight.runtime.main_turn import MainTurn
 from spotlight.runtime.observer import Observer
-from spotlight.runtime.preflight import finished_summary, require_disk, require_startable
+from spotlight.runtime.preflight import finished_note, finished_summary, require_disk, require_startable
 from spotlight.runtime.process import explain_out_of_memory, prepare_process
 from spotlight.runtime.recorder import CONTROLLER_FILE, LEARNER_FOLDER, PassiveRecorder, Recorder, RunRecorder
 from spotlight.runtime.resuming.course import Resuming
@@ -77,7 +77,7 @@ def train(
     """
     clock = PhaseClock(spent_s=spent_s)
     if (summary := finished_summary(config)) is not None:
-        observer.note(f"finished before: {summary.iterations} iterations are trained")
+        observer.note(finished_note(config, summary))
         return RunResult(config.runs_dir / config.name, summary, None, stopped=False)
     device = build.pick_device(config)
     prepare_process(device, config.deterministic, config.model.tf32)

@@ -341,7 +341,7 @@ def _print_plan(config: RunConfig, arguments: Sequence[str], ranks: int | None) 
     from spotlight.cluster.local.emulation import require_learner_room
     from spotlight.cluster.local.fleet_plan import plan_fleet
     from spotlight.dry_run.run_plan import make_plan
-    from spotlight.runtime.preflight import finished_summary, require_disk, require_startable
+    from spotlight.runtime.preflight import finished_note, finished_summary, require_disk, require_startable
     from spotlight.runtime.resuming.course import planned_changes
     from spotlight.store.run_store import Wanted, default_cache, stored_runs
 
@@ -352,14 +352,19 @@ def _print_plan(config: RunConfig, arguments: Sequence[str], ranks: int | None) 
                 kept.address, config.name, config.cache_dir or default_cache(), Wanted.LIGHT
             )
             config = config.model_copy(update={"runs_dir": copy.parent})
-        if finished_summary(config) is None:
+        finished = finished_summary(config)
+        if finished is None:
             require_disk(config, require_startable(config))
         plan, fleet = make_plan(config, ranks), plan_fleet(config.fleet)
         require_learner_room(config)
-        changes = planned_changes(config)
+        notes = (
+            [f"Changes {each}" for each in planned_changes(config)]
+            if finished is None
+            else [f"This run {finished_note(config, finished)}"]
+        )
     console = Console(highlight=False)
-    for each in changes:
-        console.print(Text(f"Changes {each}"), soft_wrap=True)
+    for each in notes:
+        console.print(Text(each), soft_wrap=True)
     print_plan(console, config, plan, fleet, kept)
     shown = shlex.join(["spotlight", "config", *arguments])
     console.print(Text(f"Every key of this configuration: {shown}"), soft_wrap=True)
