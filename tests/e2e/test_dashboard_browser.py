@@ -122,6 +122,18 @@ def test_a_row_that_is_written_is_seen_without_reloading(browser: Browser, place
         page.wait_for_selector("text=brand/new")
 
 
+def test_curves_of_seeds_are_drawn_as_their_mean(browser: Browser, tmp_path: Path) -> None:
+    for name in ("seed-0", "seed-1"):
+        make_run(tmp_path / name)
+    with served(tmp_path) as address, watched(browser) as page:
+        open_view(page, address, "curves", run="seed-0")
+        page.get_by_role("checkbox", name="seed-1").check()
+        page.get_by_role("checkbox", name="means over seeds").check()
+        page.wait_for_selector("text=over the seeds of a configuration: seed-0, seed-1.")
+        drawn = page.evaluate("document.querySelector('.js-plotly-plot').data.map((each) => each.name)")
+        assert drawn == ["seed-0 +1"]
+
+
 def test_a_token_lets_a_browser_in(browser: Browser, place: Path) -> None:
     with served(place) as address, watched(browser) as page:
         page.goto(f"{address}/?token=wrong#/wild/log")

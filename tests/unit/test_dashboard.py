@@ -131,6 +131,23 @@ def test_a_curve_has_four_axes_error_bars_and_gaps(client: TestClient) -> None:
     assert ask(client, "curve", name="no such metric")["y"] == []
 
 
+def test_seeds_of_a_configuration_are_one_curve(empty_place: Path) -> None:
+    for name in ("seed-0", "seed-1", "other"):
+        make_run(empty_place / name, 3)
+    for name, more in (("seed-1", "run_seed: 1\n"), ("other", "algorithm: {name: awm}\n")):
+        with (empty_place / name / "config.yaml").open("a") as file:
+            file.write(more)
+    with client_of(empty_place) as client:
+        asked = {"name": "train/grad_norm", "axis": "iteration", "run": ["seed-0", "other", "seed-1"]}
+        seeds, other = client.get("/api/means", params=asked).json()["groups"]
+        assert (seeds["name"], seeds["runs"], other["runs"]) == ("seed-0 +1", ["seed-0", "seed-1"], ["other"])
+        values = ask(client, "curve", run="seed-0", name="train/grad_norm")
+        assert seeds["y"] == pytest.approx([values["y"][values["iteration"].index(x)] for x in seeds["x"]])
+        assert seeds["half"] == pytest.approx([0.0] * len(seeds["x"]))
+        assert set(other["half"]) == {None}
+        assert client.get("/api/means", params=asked | {"run": "gone"}).status_code == 404
+
+
 def test_curves_follow_the_file_also_when_a_resume_replaces_it(empty_place: Path) -> None:
     paths = make_run(empty_place / "run", 3)
     with client_of(empty_place) as client:

@@ -10,13 +10,22 @@ from threading import Lock
 from typing import Generic, TypeVar
 
 from spotlight.store.ledger.ledger_schema import RolloutOutcome
+from spotlight_dashboard.comparison import RunCurve
 from spotlight_dashboard.figures import Json
 from spotlight_dashboard.prometheus import RunFigure, run_figures
 from spotlight_dashboard.run_folders import RunFolder
 from spotlight_dashboard.views import gallery as gallery_views
-from spotlight_dashboard.views.curves import CurveReader, SpentDollars, curve, curve_names, read_spent
+from spotlight_dashboard.views.curves import (
+    ALL_POINTS,
+    CurveReader,
+    SpentDollars,
+    curve,
+    curve_names,
+    read_spent,
+)
 from spotlight_dashboard.views.findings import RunLimits
 from spotlight_dashboard.views.lanes import lanes
+from spotlight_dashboard.views.means import run_curve
 from spotlight_dashboard.views.money import money
 from spotlight_dashboard.views.overview import accounting, headline, is_small, overview, verdict
 from spotlight_dashboard.views.run_log import happened, log_tail
@@ -132,6 +141,15 @@ class RunAnswers:
         with self._lock:
             kept = self._figures.setdefault(run, _Kept())
         return kept.fresh(run, lambda: run_figures(run), besides=self.headline(run)["state"])
+
+    def run_curve(self, run: RunFolder, name: str, axis: str) -> RunCurve:
+        """See :func:`.means.run_curve`."""
+        with self._lock:
+            reader = self._readers.setdefault(run, CurveReader(run))
+        dollars = read_spent(run) if axis == "usd" else None
+        with reader.columns() as columns:
+            found = curve(columns, name, dollars, ALL_POINTS)
+        return run_curve(run.name, run.settings().tree, found, axis)
 
     def _curves(self, run: RunFolder, what: str, query: Query) -> Json:
         with self._lock:

@@ -11,12 +11,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from scipy.stats import t as student
-
 CONFIDENCE = 0.9
 OF_A_SEED = frozenset({"name", "run_seed", "runs_dir", "cache_dir", "iterations"})
 """Keys in which seeds of one configuration differ; and how long a run was made."""
 COLUMNS = 5
+DRAWN = 60
+"""Points of a drawn mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +141,8 @@ def interval(values: Sequence[float]) -> Interval | None:
     mean, count = math.fsum(known) / len(known), len(known)
     if count == 1:
         return Interval(mean, math.nan, 1)
+    from scipy.stats import t as student  # slow to import, and not needed by every dashboard
+
     variance = math.fsum((value - mean) ** 2 for value in known) / (count - 1)
     quantile = float(student.ppf((1 + CONFIDENCE) / 2, count - 1))
     return Interval(mean, quantile * math.sqrt(variance / count), count)

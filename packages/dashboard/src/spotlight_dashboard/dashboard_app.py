@@ -3,6 +3,7 @@
     GET /                           the page; all else wants a session or a token (``gate.py``)
     GET /api/runs                   names, states and progress; of runs that do not answer, that
     GET /api/runs/RUN/WHAT          see ``answers.py``
+    GET /api/means                  a curve of several runs, as means over the seeds of a configuration
     GET /api/runs/RUN/picture/N/I   one picture of the evaluation at iteration N
     GET /api/changes                server-sent events: a run's files have changed
     GET /metrics                    figures of all runs for Prometheus
@@ -19,8 +20,10 @@ import json
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
@@ -37,11 +40,16 @@ from spotlight_dashboard.run_threads import ASKED_S
 from spotlight_dashboard.shown_runs import LOOKS_EVERY_S, ShownRuns, SilentRunError
 from spotlight_dashboard.views.findings import RunLimits
 from spotlight_dashboard.views.gallery import picture as picture_of
+from spotlight_dashboard.views.means import means
 from spotlight_dashboard.views.overview import AUDIT_S, silent_headline
 from spotlight_dashboard.voting import add_votes
+from spotlight_rewards.base.errors import ConfigError
 from spotlight_rewards.base.file_errors import StoreError
 
 _SAYS_EVERY_S = 15.0
+_RUNS_MAX = 31
+"""Those that the page offers beside one."""
+Axis: TypeAlias = Literal["iteration", "samples", "hours", "usd"]
 
 
 def dashboard_app(places: Sequence[Path], keys: DashboardKeys, limits: RunLimits | None = None) -> FastAPI:
@@ -100,6 +108,18 @@ def _add_answers(app: FastAPI, shown: ShownRuns, answers: RunAnswers) -> None:
         lines = [each or silent_headline(name) for name, each in found.items()]
         places = [str(place) for place in shown.places]
         return _json({"runs": lines, "places": places, "plotly": version("plotly")})
+
+    @app.get("/api/means")
+    async def means_of(name: str, axis: Axis, request: Request) -> Response:
+        there, wanted = await shown.look(), request.query_params.getlist("run")[:_RUNS_MAX]
+        if missing := [each for each in wanted if each not in there]:
+            return text(404, f"no run {missing[0][:100]!r} here")
+        asked = (shown.ask(there[each], "curve", partial(answers.run_curve, name=name, axis=axis))
+                 for each in wanted)  # fmt: skip
+        try:
+            return _json(means(await asyncio.gather(*asked)))
+        except (ConfigError, StoreError, sqlite3.Error, OSError) as error:
+            return text(409, str(error))
 
     @app.get("/metrics")
     async def metrics() -> Response:

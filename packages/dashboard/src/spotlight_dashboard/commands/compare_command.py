@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import typer
 from rich.console import Console
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from spotlight_dashboard.views.curves import CurveColumns
 
 Axis: TypeAlias = Literal["iteration", "samples", "hours", "usd"]
-_DRAWN = 60
-"""Points of a drawn mean."""
 
 
 def compare(
@@ -121,19 +119,16 @@ def _columns(directory: Path) -> CurveColumns:
 
 def _read(directory: Path, name: str, by: Axis) -> RunCurve:
     from spotlight.config.load import changed_keys, load_dump
-    from spotlight_dashboard.comparison import RunCurve
     from spotlight_dashboard.run_folders import RunFolder
-    from spotlight_dashboard.views.curves import curve, read_spent
+    from spotlight_dashboard.views.curves import ALL_POINTS, curve, read_spent
+    from spotlight_dashboard.views.means import run_curve
 
-    folder = RunFolder(directory.name, directory.resolve())
-    columns = _columns(directory)
-    found: dict[str, Any] = dict(
-        curve(columns, name, read_spent(folder) if by == "usd" else None, points_max=10**9)
-    )
-    pairs = sorted((x, y) for x, y in zip(found[by], found["y"], strict=True) if None not in (x, y))
+    path = directory.resolve()
+    folder = RunFolder(path.name, path)
+    dollars = read_spent(folder) if by == "usd" else None
     changed = changed_keys(load_dump(folder.paths.config, installed=False))
     settings = {key: value for key, (value, _) in changed.items()}
-    return RunCurve(directory.resolve().name, settings, [x for x, _ in pairs], [y for _, y in pairs])
+    return run_curve(path.name, settings, curve(_columns(directory), name, dollars, ALL_POINTS), by)
 
 
 def _known(groups: Sequence[Seeds]) -> str:
@@ -218,12 +213,12 @@ def _fields(found: Interval | None) -> dict[str, float | int | None]:
 
 
 def _draw(groups: Sequence[Seeds], name: str, by: Axis, path: Path) -> None:
-    from spotlight_dashboard.comparison import points
+    from spotlight_dashboard.comparison import DRAWN, points
     from spotlight_rewards.base.charts import Series, line_chart
 
     def lines() -> Iterator[Series]:
         for group in groups:
-            found = list(group.line(points([group], _DRAWN)))
+            found = list(group.line(points([group], DRAWN)))
             half = [each.half for _, each in found]
             band = None if any(map(math.isnan, half)) else half
             yield Series(group.name, [x for x, _ in found], [each.mean for _, each in found], band)

@@ -280,7 +280,7 @@ const AXIS_NAMES = {
   hours: "hours of work",
   usd: "dollars spent",
 };
-const curveChoice = { axis: "iteration", smoothing: 0, others: new Set(), chosen: null, filter: "" };
+const curveChoice = { axis: "iteration", smoothing: 0, others: new Set(), means: false, chosen: null, filter: "" };
 
 function curvesView(place, { run, runs }) {
   const choice = curveChoice;
@@ -327,6 +327,16 @@ function curvesView(place, { run, runs }) {
       },
     },
   });
+  const means = h("input", {
+    type: "checkbox",
+    checked: choice.means,
+    on: {
+      change: (event) => {
+        choice.means = event.target.checked;
+        refresh();
+      },
+    },
+  });
   const others = runs
     .filter((each) => each.name !== run)
     .slice(0, 30)
@@ -355,6 +365,7 @@ function curvesView(place, { run, runs }) {
       h("label", {}, "Smoothing", smoothing),
       others.length ? h("span", { class: "faint" }, "with") : null,
       others,
+      others.length ? h("label", {}, means, "means over seeds") : null,
     ),
     h(
       "details",
@@ -409,6 +420,7 @@ function curvesView(place, { run, runs }) {
         run,
         ...[...choice.others].filter((other) => other !== run && runs.some((each) => each.name === other)),
       ];
+      if (choice.means && together.length > 1) return drawMeans(chart, name, together);
       const found = await Promise.all(together.map((each) => ask(each, "curve", { name })));
       await drawCurves(chart, {
         title: name,
@@ -426,6 +438,26 @@ function curvesView(place, { run, runs }) {
         ? `${count(thinned[0].y.length)} of ${count(thinned[0].points)} points: the least and greatest of each stretch.`
         : "";
     });
+  }
+
+  async function drawMeans(chart, name, together) {
+    const query = [["name", name], ["axis", choice.axis], ...together.map((each) => ["run", each])];
+    const { groups } = await fetched(`api/means?${new URLSearchParams(query)}`);
+    await drawCurves(chart, {
+      title: name,
+      xLabel: AXIS_NAMES[choice.axis],
+      curves: groups.map((each, index) => ({
+        name: each.name,
+        x: each.x,
+        y: smoothed(each.y, choice.smoothing),
+        stderr: choice.smoothing ? null : each.half,
+        dash: DASHES[index % DASHES.length],
+      })),
+    });
+    const several = groups.filter((each) => each.runs.length > 1);
+    return several.length
+      ? `Means and 90 % intervals over the seeds of a configuration: ${several.map((each) => each.runs.join(", ")).join("; ")}.`
+      : "No two of these runs are seeds of one configuration.";
   }
 
   async function refresh() {

@@ -24,6 +24,7 @@ from spotlight_rewards.base.files import open_regular, read_regular
 
 AXES = ("iteration", "samples", "hours", "usd")
 POINTS_MAX = 600
+ALL_POINTS = 10**9
 METRICS_BYTES_MAX = 512 << 20
 """A row of training has some 3 kB."""
 _QUOTED_GRADED = f'"{VALIDATION_GRADED}"'.encode()
