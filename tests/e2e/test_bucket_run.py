@@ -123,10 +123,10 @@ def test_a_head_that_dies_with_its_disk_goes_on_elsewhere_as_if_nothing_had_been
     assert planned.exit_code == 0, planned.output
     assert "4 iterations are trained" in planned.stdout
     assert f"In {ADDRESS}, estimated" in planned.stdout
-    assert f": {ADDRESS}/demo" in planned.stdout
+    assert f"{ADDRESS}/demo" in "".join(planned.stdout.split())  # a table folds it
     named = CliRunner().invoke(app, ["train", f"{ADDRESS}/demo", "iterations=5", "--dry-run"])
-    assert "after iteration 4 of 5" in named.stdout, named.output
-    assert f": {ADDRESS}/demo" in named.stdout
+    said = "".join(named.stdout.split())
+    assert f"afteriteration4of5:{ADDRESS}/demo" in said, named.output
     forked = CliRunner().invoke(app, ["train", "--fork", f"{ADDRESS}/demo", "--name", "other"])
     assert "expected a run in a folder" in forked.output
     missing = CliRunner().invoke(app, ["audit", f"{ADDRESS}/other"])
