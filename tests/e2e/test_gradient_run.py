@@ -7,6 +7,7 @@ from statistics import fmean
 import pytest
 from main_job import Job, outcome, run_process
 
+from spotlight.config.load import load_config
 from spotlight.store.metrics import read_metrics
 from spotlight_rewards.base.errors import ConfigError
 
@@ -48,3 +49,15 @@ def test_a_reward_without_a_gradient_is_refused_by_a_list_of_those_that_have_one
         job.train("refused", "algorithm.name=opsd", "rewards=[{name: jpeg_size}]")
     assert "found 'jpeg_size'; expected rewards with a gradient" in str(refused.value)
     assert "shape-counter, pickscore, hps, clip-score, aesthetic" in str(refused.value)
+
+
+@pytest.mark.parametrize("algorithm", RATES)
+def test_what_a_run_with_gradients_excludes(algorithm: str) -> None:
+    for more, key in (
+        ("fleet.driver=ray", "fleet.driver"),
+        ("exploration={}", "exploration"),
+        ("rollout.frames=5", "rollout.frames"),
+        ("pipeline.axis=prompt", "pipeline.axis"),
+    ):
+        with pytest.raises(ConfigError, match=f"{key}: .* with a reward's gradient"):
+            load_config(None, [f"algorithm.name={algorithm}", more])

@@ -100,7 +100,7 @@ def test_the_pool_sums_gradients_by_weight_and_only_where_they_are_asked_for() -
     counters = [
         RewardConfig(name="shape-counter", label=name, weight=w) for name, w in (("a", 2.0), ("b", -0.5))
     ]
-    watched = RewardConfig(name="jpeg_size", weight=0.0)
+    watched = RewardConfig(name="shape-counter", label="judge", weight=0.0)
     with RewardPool([*counters, watched]) as pool:
         assert pool.without_gradient == ()
         plain = pool.score(images, ["", ""], records).samples
@@ -113,6 +113,7 @@ def test_the_pool_sums_gradients_by_weight_and_only_where_they_are_asked_for() -
         assert before.curves() == after.curves()
         assert after.gradient is not None
         np.testing.assert_allclose(after.gradient, 1.5 * gradient, rtol=1e-5, atol=1e-7)
+        assert after.scores["judge"].gradient is None, "a judge that only watches is not differentiated"
 
 
 def test_rewards_without_a_gradient_are_named() -> None:

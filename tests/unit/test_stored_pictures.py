@@ -7,14 +7,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from numpy.typing import NDArray
 from PIL import Image
 
 from spotlight.config.load import load_config
 from spotlight.data.datasets import load_prompts
+from spotlight.diffusion.samplers import ODE
+from spotlight.models.family import ModelFamily
 from spotlight.models.media import MediaSize
-from spotlight.rollout.stored_pictures import picture_of
+from spotlight.registry import FAMILIES
+from spotlight.rollout.state import Recipe
+from spotlight.rollout.stored_pictures import StoredPictures, picture_of
+from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId
+from spotlight.testbed import PIPELINE_DIR
 from spotlight_rewards.base.errors import ConfigError
-from spotlight_rewards.base.prompts import Prompt
+from spotlight_rewards.base.prompts import Prompt, PromptId
 
 SFT, DPO = "algorithm.name=sft", "algorithm={name: diffusion-dpo, stored: true}"
 
@@ -114,3 +122,51 @@ def test_what_a_run_on_pictures_excludes() -> None:
     ):
         with pytest.raises(ConfigError, match=f"{key}: .*with algorithm.name=sft on pictures of data.train"):
             load_config(None, [SFT, more])
+
+
+@pytest.mark.parametrize("label", [None, "left"])
+def test_labels_that_are_no_numbers_are_named_with_their_line(tmp_path: Path, label: object) -> None:
+    row = {"caption": "a cat", "jpg_0": "a.png", "jpg_1": "b.png", "label_0": label, "label_1": 0}
+    (tmp_path / "pairs.jsonl").write_text("\n" + json.dumps(row))
+    with pytest.raises(ConfigError, match=f"line 2 has label_0={label!r}, label_1=0; expected numbers"):
+        trained(tmp_path / "pairs.jsonl", DPO)
+
+
+def test_lines_of_an_index_that_are_no_objects_are_named(tmp_path: Path) -> None:
+    for line, problem in (('["a.png"]', "is a list"), ('{"file_name": ', "is no JSON")):
+        (tmp_path / "metadata.jsonl").write_text(line)
+        with pytest.raises(
+            ConfigError, match=rf"line 1 of its metadata\.jsonl {problem}.*expected an object"
+        ):
+            trained(tmp_path)
+
+
+def test_large_pictures_are_encoded_one_at_a_time(tmp_path: Path) -> None:
+    paths = tuple(str(picture(tmp_path / f"{at}.png", size=(64, 64))) for at in range(3))
+    family, size = load_tiny(tmp_path), MediaSize(512, 512)
+    asked: list[int] = []
+
+    def encode(pictures: NDArray[np.uint8], of: MediaSize) -> torch.Tensor:
+        asked.append(len(pictures))
+        return torch.zeros(len(pictures), *family.latent_shape(of))
+
+    family.encode_pictures = encode  # type: ignore[method-assign]
+    prompt = Prompt(PromptId("p"), "a cat", {"pictures": paths})
+    rollouts = [
+        Rollout(RolloutId(f"a-{at}"), Purpose.TRAIN, 0, prompt.id, at, at, 3, PolicyVersion(0))
+        for at in range(3)
+    ]
+    made = StoredPictures(family, {prompt.id: prompt}, 3).samples(
+        rollouts, Recipe(size, ODE(), None, 1.0, "final")
+    )
+    assert (asked, len(made)) == ([1, 1, 1], 3)
+
+
+def load_tiny(folder: Path) -> ModelFamily:
+    return FAMILIES.load("qwen-image").load(
+        PIPELINE_DIR,
+        device="cpu",
+        dtype=torch.float32,
+        embeddings_cache=folder / "embeddings",
+        max_text_tokens=64,
+    )

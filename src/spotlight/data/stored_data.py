@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 _PICTURES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp"})
 _INDEX = "metadata.jsonl"
@@ -40,24 +41,45 @@ def folder_text(folder: Path) -> str:
 def with_pairs(text: str) -> str:
     """``text``, its rows of Pick-a-Pic as a prompt with two pictures, the preferred one first; ties are left
     out, and other lines stay. Its keys: ``caption``, ``jpg_0``, ``jpg_1`` (paths), ``label_0``, ``label_1``.
+
+    Raises:
+        ValueError: such a row is no object, or its labels are no numbers.
     """
-    return "\n".join(each for line in text.split("\n") if (each := _paired(line)) is not None)
+    numbered = enumerate(text.split("\n"), start=1)
+    return "\n".join(each for number, line in numbered if (each := _paired(number, line)) is not None)
 
 
-def _paired(line: str) -> str | None:
+def _paired(number: int, line: str) -> str | None:
     if not all(f'"{name}"' in line for name in _PAIR):
         return line
-    record = json.loads(line)
+    record = _object(f"line {number}", line)
+    if not all(name in record for name in _PAIR):
+        return line
     caption, first, second, *labels = (record.pop(name) for name in _PAIR)
-    better = float(labels[0]) - float(labels[1])
+    if not all(isinstance(label, int | float) for label in labels):
+        raise ValueError(
+            f"line {number} has label_0={labels[0]!r}, label_1={labels[1]!r}; expected numbers, the larger "
+            "one of the preferred picture: leave out rows without a preference"
+        )
+    better = labels[0] - labels[1]
     if better == 0:
         return None
     pictures = [first, second] if better > 0 else [second, first]
     return json.dumps({**record, "prompt": caption, "pictures": pictures})
 
 
+def _object(where: str, line: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where} is no JSON ({error}); expected an object") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"{where} is a {type(record).__name__}; expected an object, as in {{...}}")
+    return record
+
+
 def _named(number: int, line: str) -> Mapping[str, object]:
-    record = json.loads(line)
+    record = _object(f"line {number} of its {_INDEX}", line)
     text = next((record.pop(name) for name in _TEXTS if name in record), None)
     file = record.pop("file_name", None)
     if text is None or file is None:

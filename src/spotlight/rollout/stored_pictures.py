@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
+from torch import Tensor
 
 from spotlight.models.family import ModelFamily
 from spotlight.models.media import MediaSize
+from spotlight.rollout.limits import decode_batch
 from spotlight.rollout.state import FinishedRollout, Recipe, SampleTensors
 from spotlight.scheduler.types import Rollout
 from spotlight_rewards.base.media_files import read_media
@@ -30,16 +32,22 @@ class StoredPictures:
         """Cut to the recipe's size and encoded. Raises StoreError for a file that is no picture."""
         paths = [self._path(rollout) for rollout in rollouts]
         pictures = {path: picture_of(path, recipe.size) for path in dict.fromkeys(paths)}
-        stacked = np.stack(list(pictures.values()))
-        latents = dict(zip(pictures, self.family.encode_pictures(stacked, recipe.size), strict=True))
+        latents = dict(zip(pictures, self._encoded(list(pictures.values()), recipe.size), strict=True))
         return [
             FinishedRollout(
                 rollout,
                 pictures[path],
-                SampleTensors(latents[path].cpu(), self.family.sigmas(rollout.steps, recipe.size)),
+                SampleTensors(latents[path], self.family.sigmas(rollout.steps, recipe.size)),
             )
             for rollout, path in zip(rollouts, paths, strict=True)
         ]
+
+    def _encoded(self, pictures: Sequence[NDArray[np.uint8]], size: MediaSize) -> Iterator[Tensor]:
+        """Latents on the CPU; an encoder needs as much memory per pixel as a decoder."""
+        together = decode_batch(size, len(pictures))
+        for start in range(0, len(pictures), together):
+            stacked = np.stack(pictures[start : start + together])
+            yield from self.family.encode_pictures(stacked, size).cpu()
 
     def _path(self, rollout: Rollout) -> Path:
         pictures = self.prompts[rollout.prompt_id].pictures

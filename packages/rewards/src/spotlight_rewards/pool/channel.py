@@ -51,10 +51,15 @@ class CheckPrompts:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Score the ``samples`` that follow, each a message of its own. Reply: :class:`Values`."""
+    """Score the ``samples`` that follow, each a message of its own. Reply: :class:`Values`.
+
+    Attributes:
+        gradients: also of those that ask for theirs.
+    """
 
     deadline_s: float
     samples: int
+    gradients: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,7 +86,7 @@ def _serve(connection: socket.socket) -> None:
                 if reward.check is not None:
                     reward.check(request.prompts, request.metadata)
                 return Done()
-            case Score():
+            case Score(gradients=wanted):
                 assert reward is not None
                 images = [sample.image for sample in samples]
                 asked = [sample.prompt for sample in samples], [sample.metadata for sample in samples]
@@ -95,7 +95,7 @@ def _serve(connection: socket.socket) -> None:
                 away = frozenset(index for index, each in errors.items() if isinstance(each, AwayError))
                 failed = {index: str(each) for index, each in errors.items()}
                 gradients: Sequence[Gradient] = ()
-                if reward.gradient is not None and any(sample.gradient for sample in samples):
+                if wanted and reward.gradient is not None and any(sample.gradient for sample in samples):
                     gradients = as_gradients(reward.gradient(images, *asked), images)
                 return Values(curves, scored_by, failed, away, gradients)
 

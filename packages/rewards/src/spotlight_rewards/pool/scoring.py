@@ -138,7 +138,9 @@ def _attempt(
     process: Scorer, reward: RewardConfig, batch: Sequence[SharedSample], losses: _Losses
 ) -> list[Outcome] | _Attempt:
     try:
-        reply = process.ask(Score(reward.deadline_s, len(batch)), [sample.encoded for sample in batch])
+        # A judge of weight 0 only watches: its gradient would cost a backward pass, and could fail.
+        score = Score(reward.deadline_s, len(batch), gradients=reward.weight != 0)
+        reply = process.ask(score, [sample.encoded for sample in batch])
     except ProcessLost as lost:
         if lost.preempted and losses.machines < PREEMPTIONS_MAX:
             losses.machines += 1
