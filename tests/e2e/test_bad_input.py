@@ -186,7 +186,7 @@ def test_a_run_directory_of_another_configuration_is_left_alone(job: Job) -> Non
     with pytest.raises(OtherConfigurationError) as caught:
         job.train("mine", *NFT, "iterations=1", "rollout.steps=4", "run_seed=7")
     steps, seed = "rollout.steps: 3 in the run, 4 now", "run_seed: 0 in the run, 7 now"
-    for part in (str(job.root / "mine"), steps, seed, "To begin anew: choose another name"):
+    for part in (str(job.root / "mine"), steps, seed, "To start again: choose another name"):
         assert part in str(caught.value)
     assert contents(job.root / "mine") == before
 

@@ -291,7 +291,7 @@ def _require_configuration(paths: RunPaths, config_text: str, terms: Terms | Non
     remedy = f"Start a run of another name, delete {paths.path} to start it again, or undo the change."
     if terms:
         remedy = terms.remedy(paths, {key: changed[key][1] for key in refused})
-        remedy += f"\nTo begin anew: choose another name, or delete {paths.path}."
+        remedy += f"\nTo start again: choose another name, or delete {paths.path}."
     raise OtherConfigurationError(
         f"{paths.path}: this run was started with another configuration:\n" + "\n".join(lines) + f"\n{remedy}"
     )

@@ -204,5 +204,7 @@ class RAMConfig(RVMConfig):
     """Selects this algorithm."""
     reward_scale: PositiveFloat = 100.0
     """Factor of the advantage; 1,000 for preferences. The larger, the weaker the anchor."""
+    anchor: Literal["reference"] = "reference"
+    """What velocities are held to; for a moving average take ``rvm``."""
     anchor_weight: Annotated[float, Field(ge=0)] = 1.0
     """Weight of the distance to the anchor."""
