@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from spotlight.models.model_errors import ModelError
 from spotlight.models.shared.quantised import held, hold, is_held
+from spotlight_files.model_errors import ModelError
 from spotlight_kernels.quantised import BYTES
 from spotlight_kernels.quantised.int8 import Int8Linear
 from spotlight_kernels.quantised.linear import QuantisedLinear

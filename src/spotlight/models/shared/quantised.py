@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Literal
 
-from spotlight.models.model_errors import ModelError
+from spotlight_files.model_errors import ModelError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
