@@ -33,7 +33,8 @@ def estimate_run(config: RunConfig, ranks: int) -> RunEstimate | str:
     said = pace or _asked(config, ranks)
     if isinstance(said, str):
         return said
-    return estimated(said, spent, config.iterations, config.evaluation.count(config.iterations))
+    evaluations = config.evaluation.count(config.iterations)
+    return estimated(said, spent, config.iterations, evaluations, starts=True)
 
 
 def _leaves(config: RunConfig) -> dict[str, object]:

@@ -93,11 +93,13 @@ class RunEstimate:
     rests_on: str
 
 
-def estimated(pace: Pace, spent: Spent, iterations: int, evaluations: int) -> RunEstimate:
-    """What is spent, and what is left at a pace."""
+def estimated(
+    pace: Pace, spent: Spent, iterations: int, evaluations: int, *, starts: bool = False
+) -> RunEstimate:
+    """What is spent, and what is left at a pace; ``starts``: that begins with a start."""
     left_s = max(0, iterations - spent.iterations) * pace.iteration_s
     left_s += max(0, evaluations - spent.evaluations) * pace.evaluation_s
-    left_s += 0.0 if spent.iterations else pace.start_s
+    left_s += pace.start_s if starts and left_s else 0.0
     each_s = [left_s * factor for factor in (pace.least, 1.0, pace.most)]
     work_s = Span(*(spent.work_s + seconds for seconds in each_s))
     usd = Span(*(spent.usd + seconds * pace.usd_s for seconds in each_s))
@@ -190,14 +192,18 @@ def read_estimate(path: Path) -> RunEstimate | None:
     """What was said when the run began; None: nothing, or it is damaged: nothing else rests on it."""
     try:
         fields = json.loads(read_regular(path, _BYTES_MAX))
-        spans = [Span(*(float(fields[key][end]) for end in ("least", "likely", "most"))) for key in _SPANS]
-        counts = [int(fields[key]) for key in ("iterations", "evaluations", "after")]
-        if not all(math.isfinite(end) for span in spans for end in (span.least, span.likely, span.most)):
+        work_s, usd = (
+            Span(*(float(fields[key][end]) for end in ("least", "likely", "most")))
+            for key in ("work_s", "usd")
+        )
+        iterations, evaluations, after = (int(fields[key]) for key in ("iterations", "evaluations", "after"))
+        if not all(
+            math.isfinite(end) for span in (work_s, usd) for end in (span.least, span.likely, span.most)
+        ):
             return None
-        return RunEstimate(*counts, *spans, str(fields["rests_on"]))
+        return RunEstimate(iterations, evaluations, after, work_s, usd, str(fields["rests_on"]))
     except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError):
         return None
 
 
-_SPANS = ("work_s", "usd")
 _BYTES_MAX = 1 << 16

@@ -11,7 +11,6 @@ from spotlight.dry_run.model_plan import ModelSizes, read_sizes
 from spotlight.dry_run.run_plan import count_passes, text_tokens
 from spotlight.store.run_estimate import Pace
 from spotlight_fleet.facts import gather
-from spotlight_kernels.measure.peak_rates import bfloat16_flop_s
 
 MFU_LEAST, MFU, MFU_MOST = 0.21, 0.4, 0.54
 """Measured on one H200: of a whole run with small batches, and of large ones (docs/howto/gpu-suite.md)."""
@@ -27,6 +26,8 @@ def counted_pace(config: RunConfig, ranks: int, pictures: int) -> Pace | None:
     Raises:
         PromptFileError, ModelError: as the dry run.
     """
+    from spotlight_kernels.measure.peak_rates import bfloat16_flop_s  # needs torch
+
     cards, sizes = gather().gpus, read_sizes(config)
     peak = bfloat16_flop_s(cards[0].name) if cards else None
     if peak is None or not isinstance(sizes, ModelSizes) or config.model.dtype != "bfloat16":
@@ -53,9 +54,8 @@ def pace_of(
     passes = count_passes(config, pictures)
     flop = forward_flop(sizes, config, text)
     rate = ranks * peak_flop_s * MFU
-    # What is computed again takes time, too; a backward of a LoRA costs little more than a forward.
-    whole = config.learner.mode == "full"
-    iteration = passes.forwards + passes.backward * (2 if whole else 1.2)
+    # What is computed again takes time, too. Frozen weights have no gradient.
+    iteration = passes.forwards + passes.backward * (2 if config.learner.mode == "full" else 1)
     return Pace(
         start_s=_START_S,
         iteration_s=iteration * flop / rate,
