@@ -26,8 +26,8 @@ from spotlight.store.ledger.sqlite_ledger import GpuSpend, SqliteLedger
 from spotlight.store.metrics import MetricsRow, MetricsWriter
 from spotlight.store.run_directory import RunDirectory
 from spotlight.store.run_estimate import (
-    Pace,
-    Spent,
+    RunPace,
+    SpentSoFar,
     changes_pace,
     estimated,
     measured_pace,
@@ -58,12 +58,12 @@ BEGUN = (("e", 100.0), ("i", 30.0), ("i", 10.0), ("i", 12.0))
 SPLIT = {Phase.SETUP: 60.0, Phase.EVALUATION: 40.0, Phase.ROLLOUT: 52.0}
 
 
-def spent_of(*seconds: tuple[str, float]) -> Spent:
+def spent_of(*seconds: tuple[str, float]) -> SpentSoFar:
     kinds, work_s = [kind for kind, _ in seconds], sum(took_s for _, took_s in seconds)
-    return Spent(kinds.count("i"), kinds.count("e"), work_s, work_s * USD_H / 3600)
+    return SpentSoFar(kinds.count("i"), kinds.count("e"), work_s, work_s * USD_H / 3600)
 
 
-def pace_after(*seconds: tuple[str, float], since: int = 0, split: Any = SPLIT) -> Pace | None:
+def pace_after(*seconds: tuple[str, float], since: int = 0, split: Any = SPLIT) -> RunPace | None:
     return measured_pace(rows(*seconds), since, spent_of(*seconds), split)
 
 
@@ -93,7 +93,7 @@ def test_the_estimate_is_what_is_spent_and_what_is_left() -> None:
     assert said.after == 3
     finished = estimated(pace, spent, iterations=3, evaluations=1).work_s
     assert finished.least == finished.likely == finished.most == 152
-    assert estimated(pace, Spent(), 2, 1, starts=True).work_s.likely == pytest.approx(60 + 2 * 11 + 40)
+    assert estimated(pace, SpentSoFar(), 2, 1, starts=True).work_s.likely == pytest.approx(60 + 2 * 11 + 40)
     resumed = estimated(pace, spent, 10, 3, starts=True)  # starts once more
     assert resumed.work_s.likely == pytest.approx(said.work_s.likely + 60)
 
@@ -107,9 +107,9 @@ def test_the_estimate_is_what_is_spent_and_what_is_left() -> None:
     ],
 )
 def test_rows_that_say_nothing_break_nothing(seconds: Sequence[tuple[str, float]]) -> None:
-    pace = measured_pace(rows(*seconds), 0, Spent(3, 0, 5.0, 0.0), {})
+    pace = measured_pace(rows(*seconds), 0, SpentSoFar(3, 0, 5.0, 0.0), {})
     if pace is not None:
-        said = estimated(pace, Spent(3, 0, 5.0, 0.0), 9, 2)
+        said = estimated(pace, SpentSoFar(3, 0, 5.0, 0.0), 9, 2)
         assert 5 <= said.work_s.least <= said.work_s.likely <= said.work_s.most < math.inf
         assert said.usd.most == 0
 
@@ -142,7 +142,7 @@ def test_the_file_comes_back_and_a_damaged_one_is_none(tmp_path: Path) -> None:
     pace, path = pace_after(*BEGUN), tmp_path / "estimate.json"
     assert pace is not None
     assert read_estimate(path) is None
-    said = estimated(pace, Spent(), 10, 3)
+    said = estimated(pace, SpentSoFar(), 10, 3)
     write_estimate(path, said)
     assert read_estimate(path) == said
     whole = json.loads(path.read_text())
@@ -190,8 +190,8 @@ def test_a_run_is_estimated_by_one_like_it_in_proportion_to_its_forwards(tmp_pat
     before = written(tmp_path, "before", *BEGUN)
     same = estimate_pace(config_of(tmp_path, "same"), 1)
     twice = estimate_pace(config_of(tmp_path, "twice", rollout={"group_size": 32}), 1)
-    assert isinstance(same, Pace)
-    assert isinstance(twice, Pace)
+    assert isinstance(same, RunPace)
+    assert isinstance(twice, RunPace)
     assert same.iteration_s == 11.0
     assert twice.iteration_s == pytest.approx(22.0)
     assert twice.most - twice.least > same.most - same.least
@@ -212,7 +212,7 @@ def test_another_model_size_or_number_of_ranks_is_not_like_it(
     (tmp_path / "damaged" / "metrics.jsonl").write_text("{")
     (tmp_path / "damaged" / "ledger.sqlite").write_text("no ledger")
     found = estimate_pace(config_of(tmp_path, "now", **sections), ranks)
-    assert not (isinstance(found, Pace) and found.rests_on.startswith("calibration"))
+    assert not (isinstance(found, RunPace) and found.rests_on.startswith("calibration"))
 
 
 def test_a_run_goes_on_by_its_own_rows_unless_its_course_changes_them(tmp_path: Path) -> None:
@@ -253,8 +253,8 @@ def test_an_emulated_fleet_is_simulated(tmp_path: Path) -> None:
     eight = estimate_pace(
         config_of(tmp_path, "eight", fleet={**fleet, "spot": {"nodes": 8, "price_usd_h": 1.0}}), 1
     )
-    assert isinstance(two, Pace)
-    assert isinstance(eight, Pace)
+    assert isinstance(two, RunPace)
+    assert isinstance(eight, RunPace)
     assert two.rests_on.startswith("formulas: the cost profile testbed-cpu")
     assert eight.iteration_s < two.iteration_s
     assert eight.evaluation_s < two.evaluation_s

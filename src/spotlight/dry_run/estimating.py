@@ -6,7 +6,14 @@ from spotlight.config.load import load_dump
 from spotlight.config.schema import RunConfig
 from spotlight.registry import PACES
 from spotlight.store.run_directory import RunPaths, changes_of, flatten
-from spotlight.store.run_estimate import Pace, RunEstimate, Spent, changes_pace, estimated, read_so_far
+from spotlight.store.run_estimate import (
+    RunEstimate,
+    RunPace,
+    SpentSoFar,
+    changes_pace,
+    estimated,
+    read_so_far,
+)
 
 NO_ESTIMATE = (
     "three iterations of the run itself, or the package spotlight-plan, which is not installed: "
@@ -25,7 +32,7 @@ def estimate_run(config: RunConfig, ranks: int) -> RunEstimate | str:
         RegistryError: the package that estimates is broken.
     """
     paths = RunPaths(config.runs_dir / config.name)
-    spent, pace = Spent(), None
+    spent, pace = SpentSoFar(), None
     if paths.config.is_file() and paths.ledger.is_file():
         spent, pace = read_so_far(paths.path)
         if changes_pace(changes_of(_leaves(load_dump(paths.config, installed=False)), _leaves(config))):
@@ -41,5 +48,5 @@ def _leaves(config: RunConfig) -> dict[str, object]:
     return flatten(config.model_dump(mode="json"))
 
 
-def _asked(config: RunConfig, ranks: int) -> Pace | str:
+def _asked(config: RunConfig, ranks: int) -> RunPace | str:
     return PACES.load("plan")(config, ranks) if "plan" in PACES else NO_ESTIMATE

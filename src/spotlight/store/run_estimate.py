@@ -46,7 +46,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class RunPace:
     """How fast a run gets on.
 
     Attributes:
@@ -67,7 +67,7 @@ class Pace:
 
 
 @dataclass(frozen=True, slots=True)
-class Spent:
+class SpentSoFar:
     """What a run has taken so far; ``work_s``: of all attempts together."""
 
     iterations: int = 0
@@ -94,7 +94,7 @@ class RunEstimate:
 
 
 def estimated(
-    pace: Pace, spent: Spent, iterations: int, evaluations: int, *, starts: bool = False
+    pace: RunPace, spent: SpentSoFar, iterations: int, evaluations: int, *, starts: bool = False
 ) -> RunEstimate:
     """What is spent, and what is left at a pace; ``starts``: that begins with a start."""
     left_s = max(0, iterations - spent.iterations) * pace.iteration_s
@@ -107,8 +107,8 @@ def estimated(
 
 
 def measured_pace(
-    rows: Iterable[MetricsRow], since: int, spent: Spent, seconds_by_phase: Mapping[Phase, float]
-) -> Pace | None:
+    rows: Iterable[MetricsRow], since: int, spent: SpentSoFar, seconds_by_phase: Mapping[Phase, float]
+) -> RunPace | None:
     """Of the run's own last iterations, which include what preemptions cost; None: fewer than three are done.
 
     Args:
@@ -130,7 +130,7 @@ def measured_pace(
     iteration_s = statistics.mean(recent)
     error = 2 * statistics.stdev(recent) / math.sqrt(len(recent)) / iteration_s if iteration_s else 0.0
     numbered = f"iterations {trained[-1].iteration + 2 - len(recent)} to {trained[-1].iteration + 1}"
-    return Pace(
+    return RunPace(
         start_s=max(0.0, known[0].wall_s - (evaluation_s if first_s else iteration_s)),
         iteration_s=iteration_s,
         evaluation_s=evaluation_s,
@@ -163,7 +163,7 @@ def steady_since(course: Iterable[CourseChange]) -> int:
 # -- the files -----------------------------------------------------------------------------------------------
 
 
-def read_so_far(run: Path) -> tuple[Spent, Pace | None]:
+def read_so_far(run: Path) -> tuple[SpentSoFar, RunPace | None]:
     """What a run has taken, and its :func:`measured_pace`. Safe beside a running process.
 
     Raises:
@@ -171,7 +171,7 @@ def read_so_far(run: Path) -> tuple[Spent, Pace | None]:
     """
     paths, rows = RunPaths(run), read_metrics(run)
     with closing(queries.open_readonly(paths.ledger)) as connection, queries.consistent_reading(connection):
-        spent = Spent(
+        spent = SpentSoFar(
             iterations=queries.iterations(connection),
             evaluations=sum(map(is_validation, rows)),
             work_s=queries.worked_s(connection),

@@ -9,7 +9,7 @@ from spotlight.data.datasets import load_prompts
 from spotlight.data.media_size import media_size
 from spotlight.dry_run.model_plan import ModelSizes, read_sizes
 from spotlight.dry_run.run_plan import count_passes, text_tokens
-from spotlight.store.run_estimate import Pace
+from spotlight.store.run_estimate import RunPace
 from spotlight_fleet.facts import gather
 
 MFU_LEAST, MFU, MFU_MOST = 0.21, 0.4, 0.54
@@ -20,7 +20,7 @@ _OF_A_SAMPLE = re.compile(r"mod|norm|time|adaln|guidance|pooled", re.IGNORECASE)
 _OF_TEXT = re.compile(r"add_|txt|context|text|caption|cap_|attn2\.to_[kv]|refiner", re.IGNORECASE)
 
 
-def counted_pace(config: RunConfig, ranks: int, pictures: int) -> Pace | None:
+def counted_pace(config: RunConfig, ranks: int, pictures: int) -> RunPace | None:
     """None: no card is here, its rate is not known, or the model's sizes are not.
 
     Raises:
@@ -44,7 +44,7 @@ def pace_of(
     text: int,
     peak_flop_s: float,
     card: str,
-) -> Pace:
+) -> RunPace:
     """On ``ranks`` cards of this rate; decoding and rewards are not counted.
 
     Args:
@@ -56,7 +56,7 @@ def pace_of(
     rate = ranks * peak_flop_s * MFU
     # What is computed again takes time, too. Frozen weights have no gradient.
     iteration = passes.forwards + passes.backward * (2 if config.learner.mode == "full" else 1)
-    return Pace(
+    return RunPace(
         start_s=_START_S,
         iteration_s=iteration * flop / rate,
         evaluation_s=passes.evaluation * flop / rate,

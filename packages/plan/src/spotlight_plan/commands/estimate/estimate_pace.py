@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from spotlight.config.schema import RunConfig
 from spotlight.data.datasets import load_prompts
-from spotlight.store.run_estimate import Pace
+from spotlight.store.run_estimate import RunPace
 from spotlight.testbed import TESTBEDS
 from spotlight_plan.commands.estimate.counted_pace import counted_pace
 from spotlight_plan.commands.estimate.like_runs import like_runs_pace
@@ -14,7 +14,7 @@ from spotlight_rewards.base.errors import ConfigError
 _THREE = "three iterations of it, or a run like it in runs_dir"
 
 
-def estimate_pace(config: RunConfig, ranks: int) -> Pace | str:
+def estimate_pace(config: RunConfig, ranks: int) -> RunPace | str:
     """An entry of :data:`spotlight.registry.PACES`.
 
     Raises:

@@ -18,7 +18,7 @@ from spotlight.dry_run.run_plan import count_passes
 from spotlight.report.wording import count
 from spotlight.store.ledger.ledger_queries import open_readonly
 from spotlight.store.run_directory import RunPaths
-from spotlight.store.run_estimate import Pace, read_so_far
+from spotlight.store.run_estimate import RunPace, read_so_far
 from spotlight_rewards.base.errors import UserError
 
 _NEWEST = 20
@@ -29,7 +29,7 @@ _ERROR_PER_DOUBLING = 0.1
 """Assumed, where it does twice or half as much."""
 
 
-def like_runs_pace(config: RunConfig, ranks: int, pictures: int) -> Pace | None:
+def like_runs_pace(config: RunConfig, ranks: int, pictures: int) -> RunPace | None:
     """By the newest run that is like this one, itself on another course included; None: there is none.
 
     Args:
@@ -90,7 +90,7 @@ def _held_out(directory: Path) -> int:
         return int(connection.execute(query).fetchone()[0])
 
 
-def _scaled(config: RunConfig, before: RunConfig, pace: Pace, directory: Path, pictures: int) -> Pace:
+def _scaled(config: RunConfig, before: RunConfig, pace: RunPace, directory: Path, pictures: int) -> RunPace:
     forwards, had = _forwards(config, pictures), _forwards(before, 0)
     judged = count_passes(before, _held_out(directory) * before.evaluation.images_per_prompt).evaluation
     judging = count_passes(config, pictures).evaluation

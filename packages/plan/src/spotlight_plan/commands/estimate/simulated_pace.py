@@ -11,7 +11,7 @@ from spotlight.runtime.assembly.controller_plan import cluster_plan_of
 from spotlight.scheduler.events import NodeJoined
 from spotlight.scheduler.plan import Plan
 from spotlight.scheduler.types import Node, NodeId, NodeKind
-from spotlight.store.run_estimate import Pace
+from spotlight.store.run_estimate import RunPace
 from spotlight_plan.calibration.measured_profile import measured_profile, workload_of
 from spotlight_plan.calibration.run_times import read_run_times
 from spotlight_plan.commands.estimate.like_runs import newest_runs
@@ -31,7 +31,7 @@ _SHIPPED_ERROR = (0.4, 2.5)
 """Assumed: cores differ so much."""
 
 
-def simulated_pace(config: RunConfig, ranks: int, train_prompts: int, test_prompts: int) -> Pace:
+def simulated_pace(config: RunConfig, ranks: int, train_prompts: int, test_prompts: int) -> RunPace:
     """By what an earlier run on this machine took, else by the shipped cost profile of the testbed.
 
     Raises:
@@ -58,7 +58,7 @@ def simulated_pace(config: RunConfig, ranks: int, train_prompts: int, test_promp
     judged, trained = _simulated(scenario), _simulated(replace(scenario, plan=_unjudged(plan)))
     ends = [one.end_s for one in trained.iterations]
     iteration_s = (ends[-1] - ends[0]) / (_ITERATIONS - 1)
-    return Pace(
+    return RunPace(
         start_s=max(0.0, ends[0] - iteration_s),
         iteration_s=iteration_s,
         evaluation_s=max(0.0, judged.iterations[0].end_s - ends[0]),
