@@ -43,7 +43,7 @@ from spotlight_bucket.bucket_objects import BucketError
 from spotlight_bucket.bucket_runs import BUCKET_RUNS
 from spotlight_bucket.snapshots import FencedError
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ADDRESS = f"s3://{BUCKET}/runs"
 Train = Callable[..., Ended]
 
