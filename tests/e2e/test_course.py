@@ -20,6 +20,7 @@ from main_job import (
     run_process,
     run_ranks,
 )
+from ray_job import PATIENCE_S, running
 from typer.testing import CliRunner
 
 from spotlight.cli.main import app
@@ -247,3 +248,38 @@ def equal(one: Path, other: Path) -> bool:
     found, expected = outcome(one), outcome(other)
     same = (found.ledger, found.metrics) == (expected.ledger, expected.metrics)
     return same and largest_difference(one, other) == 0
+
+
+RAY = ("fleet.driver=ray", "fleet.spot.notice_s=null", "fleet.spot.nodes=1")
+ROUNDING = 1e-3
+"""Of a LoRA weight, between a run in one process and one on Ray, whose batches are others."""
+
+
+@pytest.mark.timeout(900)
+def test_on_ray_a_change_whose_head_was_killed_and_a_fork_are_as_in_one_process(
+    job: Job, tmp_path: Path
+) -> None:
+    job.train("process", *NFT, *TWO, "learner.learning_rate=0.001")
+    begun = job.root / "process"
+    whole, on_ray = copied(begun, "whole"), copied(begun, "on-ray")
+    changes = ("iterations=3", "learner.learning_rate=0.0005")
+    go_on(str(whole), *changes)
+    arguments = [str(on_ray), *changes, *RAY]
+    with running(on_ray, arguments) as it:
+        it.wait_for("SELECT 1 FROM samples JOIN rollouts ON id = rollout WHERE iteration = 2")
+        it.kill_head()
+    with running(on_ray, arguments) as it:
+        assert it.end(2 * PATIENCE_S) == 0, it.printed
+    words = "from iteration 2 on: iterations 2 to 3; learner.learning_rate 0.001 to 0.0005"
+    same = begun.parent / "same-on-ray"
+    with running(same, ["--fork", str(begun), "--iteration", "1", "--name", same.name, *RAY]) as it:
+        assert it.end(2 * PATIENCE_S) == 0, it.printed
+    for run, expected, course in (
+        (on_ray, whole, words),
+        (same, begun, "from iteration 1 on: forked from process"),
+    ):
+        report = audit_run(run)
+        assert report.ok, report.violations
+        assert report.course == (course,)
+        assert report.counts == audit_run(expected).counts
+        assert largest_difference(run, expected) <= ROUNDING
