@@ -43,7 +43,6 @@ class Search:
     def __init__(self, sweep: SweepFile, runs_dir: Path) -> None:
         require_optuna()
         import optuna
-        from sqlalchemy.exc import SQLAlchemyError
 
         assert sweep.search is not None, "a sweep that searches"
         optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -58,7 +57,7 @@ class Search:
                 direction=self._section.goal,
                 load_if_exists=True,
             )
-        except (OSError, SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
+        except Exception as error:  # of SQLAlchemy, which Optuna stores with
             raise UserError(
                 f"{file}: cannot be used as Optuna's study ({str(error).splitlines()[0]}); expected one, or "
                 "no file. Restore it, or give the sweep another name."
