@@ -372,7 +372,8 @@ def test_spot_machines_find_a_head_that_moves() -> None:
     (words,) = (words for name, words in training_commands() if name == "skypilot-head.yaml")
     config = loaded(words)
     assert config.fleet.head == "any"
-    assert f"{config.runs_dir}/{config.name}".replace(":/", "://") in (LAUNCH / "skypilot-head.yaml").read_text()
+    run = f"{config.runs_dir}/{config.name}".replace(":/", "://")
+    assert run in (LAUNCH / "skypilot-head.yaml").read_text()
     assert 'spotlight_bucket.follow_head "$SPOTLIGHT_HEAD" -- launch/ray-start.sh' in spot["run"]
 
 

@@ -40,9 +40,9 @@ from spotlight.dry_run.reward_plan import reward_places
 from spotlight.dry_run.run_plan import RunPlan, count_passes, make_plan
 from spotlight.models.families.qwen_image import QwenImage
 from spotlight.models.media import MediaSize
-from spotlight.models.model_errors import ModelError
 from spotlight.rollout.limits import decode_batch
 from spotlight.runtime.preflight import require_disk
+from spotlight_files.model_errors import ModelError
 from spotlight_rewards.base.errors import ConfigError
 from spotlight_rewards.base.file_errors import StoreError
 from spotlight_rewards.reward import RewardSetupError
@@ -435,7 +435,7 @@ def test_the_dry_run_prints_the_configuration_and_the_plan_and_touches_nothing(
     assert f"backwards {passes.backward:,} " in words
     assert "on the device at the peak" in words
     assert "shapes 1 process beside each rank" in words
-    assert "an iteration unknown not measured yet" in words
+    assert "Estimate: needs three iterations of it" in words.rpartition("Every key")[2]
     assert "rollout.prompts_per_iteration is 1024, but data.train has" in words
     assert sorted(tmp_path.rglob("*")) == before
 

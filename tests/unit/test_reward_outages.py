@@ -45,11 +45,23 @@ def test_only_what_is_away_is_asked_again_until_it_is_there_and_this_is_said_onc
         return [BAD if at == 1 else AWAY if down and at else GOOD for at in which]
 
     assert made.outlast(score, 4, together=together) == [GOOD, BAD, GOOD, GOOD]
-    assert asked == [[0, 1, 2, 3]] + [[0, 1, 2, 3] if together else [2, 3]] * 8
+    # Alone, each in turn, as one of them may be why the other is not answered.
+    apart = [[2, 3], [2], [2, 3], [3], [2, 3], [2], [2, 3], [3], [2]]
+    assert asked == [[0, 1, 2, 3]] + ([[0, 1, 2, 3]] * 8 if together else apart)
     began, ended = notes
     assert "POST http://h failed (refused)" in began
     assert "(rewards[].outage_s of 'judge'); samples that are made meanwhile wait" in began
     assert "reward 'judge' scores again, after " in ended
+
+
+def test_a_sample_that_is_never_answered_takes_no_other_with_it() -> None:
+    made, _ = outage(outage_s=0.5)
+
+    def score(which: Sequence[int]) -> list[Outcome]:
+        return [AWAY if 1 in which else GOOD] * len(which)
+
+    found = made.outlast(score, 4, together=False)
+    assert [isinstance(each, RewardScore) for each in found] == [True, False, True, True]
 
 
 def test_a_failure_of_another_kind_is_not_asked_again() -> None:

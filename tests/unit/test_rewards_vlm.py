@@ -195,6 +195,15 @@ def test_who_answers_none_of_a_batch_is_away_also_to_requests_that_waited_for_th
     assert all(isinstance(each, AwayError) for each in found)
 
 
+def test_a_server_that_freezes_in_the_middle_of_a_batch_is_away_to_what_it_left() -> None:
+    limits = {"timeout_s": 5.0, "batch_timeout_s": 1.0, "concurrency": 1, "retries": 0}
+    answered = iter([completion("10")])
+    with reward_server(lambda request, body: next(answered, None) or hang(request, body)) as server:
+        first, *others = judge(server.url, (0, 1, 2), answer="grade", endpoint=limits)["score"]
+    assert first == 1.0
+    assert all(isinstance(each, AwayError) for each in others)
+
+
 def test_nobody_there() -> None:
     with reward_server(hang) as server:
         url = server.url

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import ray
 from ray.actor import ActorHandle
@@ -112,8 +112,9 @@ class _Watched:
     seen: int = 0
     failures: int = 0
     refused: bool = False
-    told_by: Literal["agent", "ray"] | None = None
+    told: bool = False
     ends_s: float = math.inf
+    drained_s: float = math.inf
 
 
 @dataclass(slots=True)
@@ -270,10 +271,11 @@ class NodeMembership:
             self._drains = None
             for watched in self._watched.values():
                 ends_ms = found.get(watched.node.ray_id)
-                if ends_ms is not None and watched.facts is not None and watched.told_by is None:
-                    watched.told_by = "ray"
+                if ends_ms is not None and watched.facts is not None and not watched.told:
+                    watched.told = True
                     # 0 is an end at no stated time, as of idle nodes.
                     left_s = max(0.0, ends_ms / 1000 - time.time()) if ends_ms > 0 else _UNSTATED_S
+                    watched.drained_s = self._clock() + left_s
                     self._notice(watched, left_s, "Ray drains it")
         if self._drains is None:
             self._drains = self._helpers.submit(draining_nodes)
@@ -382,14 +384,16 @@ class NodeMembership:
                 log.info("node %s: no notice, Ray ends: %s", node.name, message.detail)
             case NoticeUpdate.NOTICED:
                 # For good: Ray goes on draining it after a cancelled notice.
-                watched.told_by = watched.told_by or "agent"
+                watched.told = True
                 self._helpers.submit(drain_node, node.ray_id, message.remaining_s, message.detail)
                 self._notice(watched, message.remaining_s, message.detail)
-            case NoticeUpdate.CANCELLED if watched.told_by == "ray":
+            case NoticeUpdate.CANCELLED if watched.ends_s == watched.drained_s:
                 log.info("node %s: Ray drains it nevertheless: %s", node.name, message.detail)
             case NoticeUpdate.CANCELLED:
                 watched.ends_s = math.inf
                 self._listener.notice_cancelled(node, message.detail)
+                if watched.drained_s < math.inf:
+                    self._notice(watched, watched.drained_s - self._clock(), "Ray drains it nevertheless")
             case NoticeUpdate.REBALANCE:
                 log.info("node %s: %s", node.name, message.detail)
             case NoticeUpdate.UNWATCHED:

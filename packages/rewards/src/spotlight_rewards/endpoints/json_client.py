@@ -208,15 +208,15 @@ async def _ask_all(
         try:
             await asyncio.wait(tasks, timeout=server.batch_timeout_s, return_when=asyncio.FIRST_EXCEPTION)
             late = {task for task in tasks if not task.done()}
-            ended = [
-                task.result() for task in tasks if task not in late
-            ]  # raises what fails for every sample
+            for task in tasks:
+                if task not in late:
+                    task.result()  # raises what fails for every sample
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-    # Where some are answered it is slow; where none is, it may be gone without a word.
-    missed = (AwayError if all(isinstance(each, AwayError) for each in ended) else SampleError)(
+    # Slow, or gone without a word in the middle: only what it left is asked for again.
+    missed = AwayError(
         f"{server.base_url} had not answered all {len(calls)} requests after "
         f"batch_timeout_s={server.batch_timeout_s:g}; expected all. Raise it (and the reward's deadline_s), "
         "or concurrency, or start more servers."

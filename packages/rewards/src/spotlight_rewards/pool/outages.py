@@ -5,6 +5,7 @@ A reward's threads share one :class:`Outage`, which says once that it waits, and
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -71,7 +72,10 @@ class Outage:
         with self._lock:
             self._began_s = self._began_s or time.monotonic()
             end_s, pause_s = self._began_s + self._reward.outage_s, PAUSE_S
-        while away := [at for at, each in enumerate(outcomes) if _is_away(each)]:
+        for turn in itertools.count():
+            away = [at for at, each in enumerate(outcomes) if _is_away(each)]
+            if not away:
+                return outcomes
             left_s = end_s - time.monotonic()
             if left_s <= 0:
                 return [self._given_up(each) for each in outcomes]
@@ -81,7 +85,9 @@ class Outage:
             again = range(len(outcomes)) if together else away
             for at, outcome in zip(again, score(again), strict=True):
                 outcomes[at] = outcome
-        return outcomes
+            if not together:
+                _look_for_one(score, outcomes, away, turn)
+        raise AssertionError("unreachable")
 
     def _tell(self, outcome: Outcome) -> None:
         assert isinstance(outcome, RewardFailure)
@@ -109,6 +115,22 @@ class Outage:
         assert isinstance(outcome, RewardFailure)
         limit = f"It did not answer for rewards[].outage_s={self._reward.outage_s:g}."
         return replace(outcome, message=f"{outcome.message}\n{limit}")
+
+
+def _look_for_one(
+    score: Callable[[Sequence[int]], Sequence[Outcome]],
+    outcomes: list[Outcome],
+    away: Sequence[int],
+    turn: int,
+) -> None:
+    """One sample may hold up its whole batch: where another one alone is answered, all are asked alone."""
+    if len(away) == 1 or not all(_is_away(outcomes[at]) for at in away):
+        return
+    alone, *others = *away[turn % len(away) :], *away[: turn % len(away)]
+    [outcomes[alone]] = score([alone])
+    if not _is_away(outcomes[alone]):
+        for at in others:
+            [outcomes[at]] = score([at])
 
 
 def _is_away(outcome: Outcome) -> bool:
