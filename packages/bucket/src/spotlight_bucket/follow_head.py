@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from spotlight.runtime.signals import on_signals
 from spotlight_bucket.bucket_objects import BucketError, Objects, open_objects
 from spotlight_bucket.lease import holder_of
 from spotlight_bucket.snapshots import newest_snapshot
@@ -121,8 +120,9 @@ def main() -> int:
         objects = open_objects(given.run)
     except BucketError as error:
         parser.error(str(error))
-    with on_signals((signal.SIGTERM, signal.SIGINT), lambda *_: told.set()):
-        return follow(lambda: head_of(objects), given.command, given.wait_s, told)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: told.set())
+    return follow(lambda: head_of(objects), given.command, given.wait_s, told)
 
 
 if __name__ == "__main__":
