@@ -312,7 +312,10 @@ def _configured(
         given = [*given, *_fit(config, fit, ranks)]
         config = configuration_of(given)
     if smoke:
-        given = [*given, *_smoke(config)]
+        path, overrides = split_arguments(given)
+        run = None if path is None else _run_at(path)
+        given = [*([] if path is None else [str(path if run is None else run / "config.yaml")]), *overrides]
+        given += _smoke(config)
         config = configuration_of(given)
     return config, given
 
@@ -320,13 +323,21 @@ def _configured(
 def configuration_of(given: list[str]) -> RunConfig:
     """Of a file and overrides, or of a run and what changes of its course. Raises ConfigError."""
     from spotlight.config.load import load_config, load_run
-    from spotlight.store.run_store import Wanted, stored_run
+    from spotlight.store.run_store import stored_runs
 
     path, overrides = split_arguments(given)
-    if path is not None and (copy := stored_run(str(path), Wanted.LIGHT)) is not None:
-        return load_run(copy, [f"runs_dir={path.parent}", *overrides])
-    run = None if path is None else run_named(str(path))
-    return load_config(path, overrides) if run is None else load_run(run, overrides)
+    if path is None or (run := _run_at(path)) is None:
+        return load_config(path, overrides)
+    place = [] if stored_runs(path.parent) is None else [f"runs_dir={path.parent}"]
+    return load_run(run, [*place, *overrides])
+
+
+def _run_at(path: Path) -> Path | None:
+    """The run directory that an argument names, or the copy of one in a bucket; None: it is a file."""
+    from spotlight.store.run_store import Wanted, stored_run
+
+    copy = stored_run(str(path), Wanted.LIGHT)
+    return run_named(str(path)) if copy is None else copy
 
 
 def _require_ranks(config: RunConfig, asked: int | None, smoke: bool) -> None:
@@ -392,7 +403,9 @@ def _print_plan(config: RunConfig, arguments: Sequence[str], ranks: int | None) 
     from spotlight.cli.runs.plan_table import print_plan
     from spotlight.cluster.local.emulation import require_learner_room
     from spotlight.cluster.local.fleet_plan import plan_fleet
+    from spotlight.dry_run.estimating import estimate_run
     from spotlight.dry_run.run_plan import make_plan
+    from spotlight.report.wording import estimate_words
     from spotlight.runtime.preflight import finished_note, finished_summary, require_disk, require_startable
     from spotlight.runtime.resuming.course import planned_changes
     from spotlight.store.run_store import Wanted, default_cache, stored_runs
@@ -414,12 +427,15 @@ def _print_plan(config: RunConfig, arguments: Sequence[str], ranks: int | None) 
             if finished is None
             else [f"This run {finished_note(config, finished)}"]
         )
+        estimate = estimate_run(config, int(os.environ.get("WORLD_SIZE", ranks or 1)))
     console = Console(highlight=False)
     for each in notes:
         console.print(Text(each), soft_wrap=True)
     print_plan(console, config, plan, fleet, kept)
     shown = shlex.join(["spotlight", "config", *arguments])
     console.print(Text(f"Every key of this configuration: {shown}"), soft_wrap=True)
+    said = f"needs {estimate}." if isinstance(estimate, str) else estimate_words(estimate)
+    console.print(Text(f"Estimate: {said}"), soft_wrap=True)
 
 
 def _run(
