@@ -58,12 +58,13 @@ def finish(file: Path, name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_stages_stop_and_go_on_to_the_bit(job: Job, file: Path) -> None:
     finish(file, "whole")
     first, second = (job.root / f"whole-{stage}" for stage in ("pairs", "rl"))
     assert any(bool((lora(first)[name] != tensor).any()) for name, tensor in lora(second).items())
     # A kill in the first stage, a stop in the second, and on to the end.
-    for moment, number in (("iteration 1", signal.SIGKILL), ("parts-rl", signal.SIGTERM)):
+    for moment, number in (("iteration 1/2", signal.SIGKILL), ("iteration 1/3", signal.SIGTERM)):
         process = started(file, "parts")
         assert process.stdout is not None
         said = []

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from spotlight.cli.main import app
 from spotlight.config.load import load_config
-from spotlight.config.stages import stage_names
+from spotlight.config.training_stages import stage_names
 from spotlight_rewards.base.errors import ConfigError
 
 FILE = """

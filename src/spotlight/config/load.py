@@ -20,7 +20,7 @@ from spotlight.config.schema import RUN_NAME, RunConfig
 from spotlight.config.section import STATED
 from spotlight.config.sections.algorithm import KEYS_OF_GROUPS, AlgorithmSection
 from spotlight.config.sections.policies import policy_section
-from spotlight.config.stages import take_stage
+from spotlight.config.training_stages import take_stage
 from spotlight.registry import ALGORITHMS
 from spotlight_rewards.base.errors import ConfigError, Problem, did_you_mean
 from spotlight_rewards.base.yaml_tree import merge, parse_override, parse_yaml, read_tree, section_of
@@ -42,7 +42,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
             None: :data:`EMBEDDED` (the tiny Qwen-Image demo, without its tags where ``overrides`` name other
             prompts), or what ``like=NAME`` names.
         overrides: ``key.subkey=value`` in YAML syntax, applied in order; ``stage=NAME`` chooses one of the
-            file's (:mod:`spotlight.config.stages`).
+            file's (:mod:`spotlight.config.training_stages`).
 
     Raises:
         ConfigError: all problems found, each naming key, value, expectation and remedy.

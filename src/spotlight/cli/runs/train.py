@@ -19,7 +19,7 @@ from rich.text import Text
 from spotlight.cli import fork_option
 from spotlight.cli.config_command import split_arguments
 from spotlight.cli.run_argument import run_named
-from spotlight.config.stages import stage_names
+from spotlight.config.training_stages import stage_names
 from spotlight.garbage import lasting
 from spotlight.testbed import TESTBEDS
 from spotlight_rewards.base.file_errors import StoreError

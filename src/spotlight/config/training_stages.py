@@ -21,7 +21,7 @@ _OWN = ("name", "runs_dir", "like", _STAGES)
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class ChosenStage:
     """What a run is among its stages. Without a name: a run that is none.
 
     Attributes:
@@ -55,7 +55,7 @@ def stage_names(path: Path | None, overrides: Sequence[str]) -> list[str]:
     return list(_stages_in(read_tree(path), str(path)))
 
 
-def take_stage(tree: dict[str, Any], overrides: Sequence[str], source: str) -> tuple[Stage, list[str]]:
+def take_stage(tree: dict[str, Any], overrides: Sequence[str], source: str) -> tuple[ChosenStage, list[str]]:
     """The chosen stage, whose file's ``stages`` are removed, and all overrides with its settings below.
 
     Raises:
@@ -66,7 +66,7 @@ def take_stage(tree: dict[str, Any], overrides: Sequence[str], source: str) -> t
     others = [each for each in overrides if not each.startswith(_CHOICE)]
     chosen = [each.removeprefix(_CHOICE) for each in overrides if each.startswith(_CHOICE)]
     if not stages and not chosen:
-        return Stage(), others
+        return ChosenStage(), others
     names = list(stages)
     expected = f"one of {', '.join(names)}" if names else f"none, since {source} has no stages"
     if not chosen or chosen[-1] not in stages:
@@ -78,7 +78,7 @@ def take_stage(tree: dict[str, Any], overrides: Sequence[str], source: str) -> t
     settings = list(_overrides_of(stages[names[at]]))
     begins = any(each.startswith(f"{_LORA}=") for each in (*settings, *others))
     before = names[at - 1] if at > 0 and not begins else None
-    return Stage(names[at], before, tuple(settings)), [*settings, *others]
+    return ChosenStage(names[at], before, tuple(settings)), [*settings, *others]
 
 
 def _stages_in(tree: Mapping[str, Any], source: str) -> Mapping[str, Mapping[str, Any]]:
