@@ -20,6 +20,7 @@ from main_job import (
     At,
     Ended,
     Job,
+    RecordedRun,
     Straight,
     _processes,
     _work_as_rank,
@@ -27,9 +28,12 @@ from main_job import (
     outcome,
 )
 from tests.bucket_server import BUCKET, BucketServer, bucket_server
+from tests.google_server import MISSING, find_server, google_server
 from typer.testing import CliRunner
 
 from spotlight.cli.main import app
+from spotlight.cli.runs.train import driver_of
+from spotlight.config.load import load_run
 from spotlight.runtime.signals import on_signals
 from spotlight.store.checkpoints import CheckpointStore
 from spotlight.store.ledger.ledger_schema import Ending
@@ -40,14 +44,22 @@ from spotlight_bucket.bucket_objects import BucketError
 from spotlight_bucket.bucket_runs import BUCKET_RUNS
 from spotlight_bucket.snapshots import FencedError
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ADDRESS = f"s3://{BUCKET}/runs"
+GENERATION = "x-goog-if-generation-match"
 Train = Callable[..., Ended]
 
 
+SERVICES = {"s3": bucket_server, "gs": google_server}
+EACH = pytest.mark.parametrize("server", SERVICES, indirect=True)
+
+
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketServer]:
-    with bucket_server() as server:
+def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketServer]:
+    service = getattr(request, "param", "s3")
+    if service == "gs" and find_server() is None:
+        pytest.skip(MISSING)
+    with SERVICES[service]() as server:
         for name, value in server.environment.items():
             monkeypatch.setenv(name, value)
         yield server
@@ -55,11 +67,13 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketServer]:
 
 @pytest.fixture
 def train(job: Job, server: BucketServer, tmp_path: Path) -> Train:
-    """Train on a machine of this name, in a process of its own."""
+    """Train on a machine of this name, in a process of its own; with an address, go on with that run."""
 
     def on(machine: str, name: str, *signals: At, overrides: tuple[str, ...] = ()) -> Ended:
-        places = f"runs_dir={ADDRESS}", f"cache_dir={tmp_path / machine}"
-        arguments, answer = job.arguments(name, *NFT, *places, *overrides), tmp_path / "answer.json"
+        cache, answer = f"cache_dir={tmp_path / machine}", tmp_path / "answer.json"
+        arguments = job.arguments(name, *NFT, f"runs_dir={ADDRESS}", cache, *overrides)
+        if "://" in name:
+            arguments = [name, cache, *overrides]
         answer.unlink(missing_ok=True)
         process = _processes.Process(
             target=_work_as_rank, args=(server.environment, arguments, signals, answer)
@@ -127,19 +141,65 @@ def test_a_head_that_dies_with_its_disk_goes_on_elsewhere_as_if_nothing_had_been
     named = CliRunner().invoke(app, ["train", f"{ADDRESS}/demo", "iterations=5", "--dry-run"])
     said = "".join(named.stdout.split())
     assert f"afteriteration4of5:{ADDRESS}/demo" in said, named.output
-    forked = CliRunner().invoke(app, ["train", "--fork", f"{ADDRESS}/demo", "--name", "other"])
-    assert "expected a run in a folder" in forked.output
     missing = CliRunner().invoke(app, ["audit", f"{ADDRESS}/other"])
     assert "no run 'other' is in" in missing.output
     again = train("another", "demo")
     assert any("finished before: 4 iterations" in note for note in again.notes), again
 
 
+def test_a_changed_course_and_a_fork_are_as_in_a_folder(
+    job: Job, train: Train, server: BucketServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, changes = ("iterations=2", "checkpoint.keep=9"), ("iterations=3", "learner.learning_rate=0.01")
+    folder = tmp_path / "folder" / "demo"
+    config = job.config("demo", *NFT, *begun, f"runs_dir={folder.parent}")
+    assert driver_of(config)(config, RecordedRun(), 0.0).summary is not None
+    before = outcome(folder)
+    config = load_run(folder, changes)
+    assert driver_of(config)(config, RecordedRun(), 0.0).summary is not None
+
+    assert train("machine", "demo", overrides=begun).finished
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "reader"))
+    at = f"{ADDRESS}/demo"
+    forking = [
+        "train",
+        "--plain",
+        "--fork",
+        at,
+        "--iteration",
+        "1",
+        "--name",
+        "same",
+        f"cache_dir={tmp_path / 'forker'}",
+    ]
+    for _ in range(2):  # the same command goes on
+        forked = CliRunner().invoke(app, forking)
+        assert forked.exit_code == 0, forked.output
+    assert f"spotlight train {ADDRESS}/same" in "".join(forked.output.split("\n"))
+    assert outcome(run_on(tmp_path / "forker", "same")) == before
+    killed = train("machine", at, At("work training", 1), overrides=changes)
+    assert killed.exit_code == -signal.SIGKILL, killed
+    shutil.rmtree(tmp_path / "machine")
+    release(server)
+    ended = train("another", at, overrides=changes)
+    assert ended.finished, ended
+    assert outcome(run_on(tmp_path / "another", "demo")) == outcome(folder)
+    reports = {
+        name: json.loads(CliRunner().invoke(app, ["audit", f"{ADDRESS}/{name}", "--json"]).stdout)
+        for name in ("demo", "same")
+    }
+    assert not any(each["violations"] for each in reports.values())
+    assert reports["same"]["course"] == ["from iteration 1 on: forked from demo"]
+    assert reports["demo"]["course"] == [
+        "from iteration 2 on: iterations 2 to 3; learner.learning_rate 0.03 to 0.01"
+    ]
+
+
 def release(server: BucketServer) -> None:
     """What a minute without a renewal does."""
     head = "runs/demo/head.json"
     held = json.loads(server.content(head))
-    server.client.put_object(Bucket=BUCKET, Key=head, Body=json.dumps(held | {"released": True}))
+    server.replace(head, json.dumps(held | {"released": True}).encode())
 
 
 class Told:
@@ -159,12 +219,13 @@ class Told:
             assert self._come.wait_for(lambda: any(text in each for each in self.notes), 60), self.notes
 
 
+@EACH
 @pytest.mark.parametrize("fault", ["unavailable", "expired", "skewed", "cut", "vanished"])
 def test_a_run_goes_on_without_its_bucket_says_so_and_catches_up(
     server: BucketServer, tmp_path: Path, fault: str
 ) -> None:
     told, content = Told(), os.urandom(3 << 20)
-    with BUCKET_RUNS.work(ADDRESS, "demo", tmp_path / "one", told.note) as runs_dir:
+    with BUCKET_RUNS.work(server.address, "demo", tmp_path / "one", told.note) as runs_dir:
         run = runs_dir / "demo"
         run.mkdir()
         (run / "config.yaml").write_text("name: demo")
@@ -177,11 +238,11 @@ def test_a_run_goes_on_without_its_bucket_says_so_and_catches_up(
         checkpoint(run, 1)
         told.wait_for("the run goes on without its bucket")
         if fault == "vanished":
-            server.client.create_bucket(Bucket=BUCKET)
+            server.make_bucket()
         server.fault = lambda environ: None
         told.wait_for("answers again, and holds all of the run")
         assert len([note for note in told.notes if "goes on without" in note]) == 1
-    copy = BUCKET_RUNS.read(ADDRESS, "demo", tmp_path / "two", Wanted.ALL)
+    copy = BUCKET_RUNS.read(server.address, "demo", tmp_path / "two", Wanted.ALL)
     assert (copy / "metrics.jsonl").read_bytes() == content
     assert CheckpointStore(copy / "checkpoints", 1).newest_valid() is not None
 
@@ -197,19 +258,27 @@ def test_a_bucket_that_is_not_there_or_refuses_is_an_error_before_any_work(
     server.fault = lambda environ: "expired"
     with (
         pytest.raises(BucketError, match="ExpiredToken: The token has expired"),
-        BUCKET_RUNS.work(ADDRESS, "demo", tmp_path, print),
+        BUCKET_RUNS.work(server.address, "demo", tmp_path, print),
     ):
         pytest.fail("its token has expired")
 
 
-@pytest.mark.parametrize("header", ["If-Match", "If-None-Match"])
+@pytest.mark.parametrize(
+    ("server", "header", "heeded"),
+    [
+        ("s3", "If-Match", "If-Match"),
+        ("s3", "If-None-Match", "If-None-Match"),
+        ("gs", GENERATION, "If-None-Match"),
+    ],
+    indirect=["server"],
+)
 def test_a_service_that_does_not_heed_conditions_is_refused(
-    server: BucketServer, tmp_path: Path, header: str
+    server: BucketServer, tmp_path: Path, header: str, heeded: str
 ) -> None:
     server.fault = lambda environ: header
     with (
-        pytest.raises(BucketError, match=f"a service that heeds {header}, as"),
-        BUCKET_RUNS.work(ADDRESS, "demo", tmp_path, print),
+        pytest.raises(BucketError, match=f"a service that heeds {heeded}, as"),
+        BUCKET_RUNS.work(server.address, "demo", tmp_path, print),
     ):
         pytest.fail("another head could write over this one")
 
@@ -279,23 +348,24 @@ def test_what_the_bucket_does_not_take_at_the_end_stays_and_is_sent_by_the_next_
     assert (copy / "summary.json").read_text() == "{}"
 
 
+@EACH
 def test_a_head_that_lost_its_run_to_another_ends_with_sigterm(server: BucketServer, tmp_path: Path) -> None:
     ended = threading.Event()
     with (  # noqa: PT012
         on_signals([signal.SIGTERM], lambda *_: ended.set()),
         pytest.raises(FencedError, match="another head has taken this run over"),
-        BUCKET_RUNS.work(ADDRESS, "demo", tmp_path / "one", print) as runs_dir,
+        BUCKET_RUNS.work(server.address, "demo", tmp_path / "one", print) as runs_dir,
     ):
         run = runs_dir / "demo"
         run.mkdir()
         (run / "config.yaml").write_text("name: demo")
         server.wait_for(lambda: snapshots_of(server) > 1)
         release(server)
-        with BUCKET_RUNS.work(ADDRESS, "demo", tmp_path / "two", print) as other:
+        with BUCKET_RUNS.work(server.address, "demo", tmp_path / "two", print) as other:
             assert (other / "demo" / "config.yaml").read_text() == "name: demo"
             checkpoint(run, 1)
             assert ended.wait(60)
-    copy = BUCKET_RUNS.read(ADDRESS, "demo", tmp_path / "three", Wanted.ALL)
+    copy = BUCKET_RUNS.read(server.address, "demo", tmp_path / "three", Wanted.ALL)
     assert not (copy / "checkpoints").exists()
 
 

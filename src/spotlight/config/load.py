@@ -20,6 +20,7 @@ from spotlight.config.schema import RUN_NAME, RunConfig
 from spotlight.config.section import STATED
 from spotlight.config.sections.algorithm import KEYS_OF_GROUPS, AlgorithmSection
 from spotlight.config.sections.policies import policy_section
+from spotlight.config.training_stages import take_stage
 from spotlight.registry import ALGORITHMS
 from spotlight_rewards.base.errors import ConfigError, Problem, did_you_mean
 from spotlight_rewards.base.yaml_tree import merge, parse_override, parse_yaml, read_tree, section_of
@@ -40,13 +41,15 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
         path: YAML file, whose own name is the run's if it gives none (``demo`` if that cannot be one);
             None: :data:`EMBEDDED` (the tiny Qwen-Image demo, without its tags where ``overrides`` name other
             prompts), or what ``like=NAME`` names.
-        overrides: ``key.subkey=value`` in YAML syntax, applied in order.
+        overrides: ``key.subkey=value`` in YAML syntax, applied in order; ``stage=NAME`` chooses one of the
+            file's (:mod:`spotlight.config.training_stages`).
 
     Raises:
         ConfigError: all problems found, each naming key, value, expectation and remedy.
     """
     preset = any(text.startswith("like=") for text in overrides)
     tree = {} if path is None and preset else read_tree(path or EMBEDDED)
+    stage, overrides = take_stage(tree, overrides, str(path or "the command"))
     if path is None and any(text.startswith(("data.train=", "data.test=", "data=")) for text in overrides):
         tree.pop("data", None)  # the demo's tags are of the testbed's prompts
     read, problems = without_removed(tree)
@@ -61,6 +64,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     name = str(tree.get("like") or "") if path is None else path.stem if path.is_file() else ""
     if RUN_NAME.match(name):
         tree.setdefault("name", name)
+    stage.put_in_place(tree, source)
     return build_config(with_preset(tree), f"{source} with {' '.join(others)}" if others else source)
 
 
@@ -78,8 +82,11 @@ def load_dump(path: Path, *, installed: bool = True) -> RunConfig:
     return _parsed(tree, str(path), any_name=not installed)
 
 
-def load_run(directory: Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_run(directory: Path, overrides: Sequence[str] = (), *, forks: bool = False) -> RunConfig:
     """What a run has, with changes of its course: a configuration that names its run.
+
+    Args:
+        forks: for a fork of it, which has another name.
 
     Raises:
         ConfigError: all problems found.
@@ -89,8 +96,12 @@ def load_run(directory: Path, overrides: Sequence[str] = ()) -> RunConfig:
     if problems:
         raise ConfigError(source, problems)
     tree |= {"name": directory.resolve().name, "runs_dir": str(directory.parent)}
+    own = tree["name"]
     for override in overrides:
         apply_override(tree, override)
+    if tree["name"] != own and not forks:
+        remedy = f"Leave it out; or begin another run with its checkpoint: --fork {directory} --name NEW."
+        raise ConfigError(source, [Problem("name", repr(tree["name"]), f"{own!r}, the run's", remedy)])
     return build_config(tree, source).naming_run()
 
 
