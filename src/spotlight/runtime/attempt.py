@@ -26,6 +26,7 @@ from spotlight.runtime.observer import Observer
 from spotlight.runtime.preflight import require_same_prompts
 from spotlight.runtime.recorder import RunRecorder
 from spotlight.runtime.resuming.course import changed_course
+from spotlight.runtime.training_pictures import TrainingPictures
 from spotlight.scheduler.types import WorkerId
 from spotlight.store.checkpoints import Checkpoint, CheckpointStore
 from spotlight.store.images import drop_pictures
@@ -194,6 +195,7 @@ def _open_recorder(
         strict=config.evaluation.strict,
         grid_images=config.evaluation.grid[1],
         fps=config.rollout.fps,
+        kept=stack.enter_context(TrainingPictures(directory, metrics)),
         keeps_best=config.checkpoint.best,
         before_s=ledger.worked_s(),
         began_s=began_s,
