@@ -47,10 +47,10 @@ from spotlight.models.condition import Condition
 from spotlight.models.experts import denoisers
 from spotlight.models.family import MediaSize, ModelFamily
 from spotlight.models.peft_layers import LoraSpec
-from spotlight.models.skeleton import keeps_float32
 from spotlight.models.slots import LoraSlots
 from spotlight.registry import FAMILIES
 from spotlight.training.recompute import Mode, recompute
+from spotlight_files.pipeline_export import keeps_float32
 from spotlight_kernels.fuse import fuse
 from spotlight_plan.commands.gpu.random_blocks import depth_of, in_pipeline, with_depth
 

@@ -37,11 +37,11 @@ from rich.table import Table
 
 from benchmarks._measure import machine, wide_console, write_result
 from benchmarks.new_worker import drop_from_cache, read_whole, write_synthetic
-from spotlight.cluster.model_files.hub_snapshot import WantedModel, model_directory, wanted_of
-from spotlight.cluster.model_files.model_fetch import node_sources
-from spotlight.cluster.model_files.snapshot_copy import fetch_snapshot
+from spotlight.cluster.model_fetch import node_sources
 from spotlight.models.families.qwen_image import QwenImage
 from spotlight.scheduler.types import NodeKind
+from spotlight_files.hub_snapshot import WantedModel, model_directory, wanted_of
+from spotlight_files.snapshot_copy import fetch_snapshot
 from spotlight_fleet.connection import connected
 from spotlight_fleet.emulated.local_cluster import local_cluster
 

@@ -20,12 +20,12 @@ from spotlight.diffusion.samplers import FlowSDE
 from spotlight.diffusion.schedule import RandomWindow
 from spotlight.models.condition import Condition
 from spotlight.models.media import MediaSize
-from spotlight.models.pipeline_files import PipelineFiles
 from spotlight.registry import FAMILIES
 from spotlight.rollout.commits import Committer
 from spotlight.rollout.state import Recipe, RolloutState
 from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId
 from spotlight.worker.outbox import REPORT_BYTES
+from spotlight_files.pipeline_files import PipelineFiles
 from spotlight_rewards.base.prompts import PromptId
 
 STEPS, WINDOW = 10, 2

@@ -19,16 +19,18 @@ ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "img" / "architecture.svg"
 POLICIES = ("spotlight", "scheduler", "policies")
 """The folder whose folders are policies."""
-ABOVE, BESIDE, BELOW = (
+ROWS = (
     ("spotlight_plan", "spotlight_dashboard", "spotlight_bucket"),
     ("spotlight",),
-    ("spotlight_fleet", "spotlight_rewards", "spotlight_kernels"),
+    ("spotlight_fleet", "spotlight_files", "spotlight_kernels"),
+    ("spotlight_rewards",),
 )
 """Packages, row by row."""
 FOR_WHOM = {
     "spotlight": "train",
     "spotlight_rewards": "score pictures and videos, with any trainer",
     "spotlight_fleet": "know nodes that come and go",
+    "spotlight_files": "read and write files of models",
     "spotlight_kernels": "fuse operators of blocks",
     "spotlight_plan": "decide what to rent",
     "spotlight_dashboard": "watch runs",
@@ -186,7 +188,8 @@ def package(name: str, x: float, y: float, width: float) -> tuple[float, list[st
     rooms = [room for room in lines if room.split(".")[0] == name]
     scheduler = ".".join(POLICIES[:2])
     parts: list[str] = []
-    left, inner, top = x + 10, width - 20, y + 36
+    wide = width > WIDTH / 2
+    left, inner, top = x + 10, width - 20, y + (36 if wide else 54)
     for row in rows([room for room in rooms if room != name], uses):
         across = max(int(inner // 130), 1)
         for start in range(0, len(row), across):
@@ -204,7 +207,7 @@ def package(name: str, x: float, y: float, width: float) -> tuple[float, list[st
     head = [
         f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{top - y:g}" rx="9" class="package"/>',
         text(x + 12, y + 24, name, "title"),
-        text(x + width - 12, y + 24, f"{FOR_WHOM.get(name, '')}, {total} lines", "small", anchor="end"),
+        text(*((x + 180, y + 24) if wide else (x + 12, y + 42)), f"{FOR_WHOM[name]}, {total} lines", "small"),
     ]
     return top - y, head + parts
 
@@ -214,43 +217,42 @@ def arrow(path: str) -> str:
     return f'<path class="arrow" marker-end="url(#tip)" d="{path}"/>'
 
 
+def between() -> set[tuple[str, str]]:
+    """Each package with each other that it imports."""
+    _, uses = read()
+    pairs = {(a.split(".")[0], b.split(".")[0]) for a, others in uses.items() for b in others}
+    return {(user, used) for user, used in pairs if user != used}
+
+
+def way(places: Mapping[str, tuple[float, float, float, float]], user: str, used: str) -> str:
+    """An arrow's path: straight down to the next row, around the rows between to another."""
+    (x, top, wide, height), (to, end, width, _) = places[user], places[used]
+    row = {name: number for number, names in enumerate(ROWS) for name in names}
+    if row[used] == row[user] + 1:
+        at = (x + wide / 2) if wide < width else (to + width / 2)
+        return f"M{at:g} {top + height:g} V{end - 1:g}"
+    share, side = (0.15, MARGIN / 2) if user == ROWS[0][0] else (0.85, WIDTH - MARGIN / 2)
+    below = places[ROWS[row[user] + 1][0]][1]
+    around = f"V{below - 22:g} H{side:g} V{end - 22:g} H{to + share * width:g}"
+    return f"M{x + share * wide:g} {top + height:g} {around} V{end - 1:g}"
+
+
 def draw() -> str:
     """The picture as SVG."""
     parts: list[str] = []
     places: dict[str, tuple[float, float, float, float]] = {}
     y = float(MARGIN)
-    for names in (ABOVE, BESIDE, BELOW):
-        here = [name for name in names if name in packages()]
-        if not here:
-            continue
-        wide = (WIDTH - 2 * MARGIN - 2 * GAP * (len(here) - 1)) / len(here)
+    for names in ROWS:
+        wide = (WIDTH - 2 * MARGIN - 2 * GAP * (len(names) - 1)) / len(names)
         tallest = 0.0
-        for place, name in enumerate(here):
+        for place, name in enumerate(names):
             x = MARGIN + place * (wide + 2 * GAP)
             height, drawn = package(name, x, y, wide)
             places[name] = (x, y, wide, height)
             parts += drawn
             tallest = max(tallest, height)
         y += tallest + 44
-    _, uses = read()
-    between = {
-        (a.split(".")[0], b.split(".")[0])
-        for a, others in uses.items()
-        for b in others
-        if a.split(".")[0] != b.split(".")[0]
-    }
-    for number, (user, used) in enumerate(sorted(between)):
-        x, top, wide, height = places[user]
-        _, end, _, _ = places[used]
-        if user in ABOVE and used in BELOW:  # around the package between them
-            left = user == ABOVE[0]
-            side = MARGIN / 2 if left else WIDTH - MARGIN / 2
-            edge = x if left else x + wide
-            into = MARGIN if left else WIDTH - MARGIN
-            parts.append(arrow(f"M{edge:g} {top + height / 2:g} H{side:g} V{end + 24:g} H{into:g}"))
-        else:
-            at = x + wide / 2 + 20 * number
-            parts.append(arrow(f"M{at:g} {top + height:g} V{end - 1:g}"))
+    parts += [arrow(way(places, user, used)) for user, used in sorted(between())]
     height = y - 44 + 50
     says = (
         "Arrows: imports. In a package a room imports only rooms below it, or beside it. "

@@ -19,10 +19,10 @@ from spotlight.models.condition import ConditionBatch
 from spotlight.models.experts import denoisers
 from spotlight.models.family import ModelFamily
 from spotlight.models.kernels.cuda_graphs import CapturedForward, capture_forwards
-from spotlight.models.model_errors import ModelError
 from spotlight.models.peft_layers import LoraSpec
 from spotlight.models.slots import LoraSlots
 from spotlight.registry import FAMILIES
+from spotlight_files.model_errors import ModelError
 from spotlight_rewards.base.errors import ConfigError
 
 CPU = torch.device("cpu")

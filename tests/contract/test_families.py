@@ -33,7 +33,6 @@ from tests.invariant import learner_world
 from spotlight.config.load import build_config
 from spotlight.models.experts import denoisers
 from spotlight.models.family import Guidance, MediaSize, ModelError, ModelFamily
-from spotlight.models.lora_file import LORA_FILE, lora_folder, part_prefix, read_lora
 from spotlight.models.skeleton import base_state, filling
 from spotlight.models.slots import LoraSlots, LoraSpec
 from spotlight.registry import FAMILIES
@@ -52,6 +51,7 @@ from spotlight.testing.family_contract import (
 )
 from spotlight.training.learner import TrainingSample
 from spotlight.training.recompute import recompute
+from spotlight_files.lora_file import LORA_FILE, lora_folder, part_prefix, read_lora
 
 PLAIN_TOLERANCE = 1e-4
 """Of an optimizer step's changes to parameters, relative to the largest; measured: at most 2.3e-5,

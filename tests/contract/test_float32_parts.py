@@ -26,10 +26,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from spotlight.models.family import ModelFamily
-from spotlight.models.skeleton import base_state, keeps_float32
+from spotlight.models.skeleton import base_state
 from spotlight.models.slots import CopySlots, LoraSlots, LoraSpec, WeightSlots
 from spotlight.registry import FAMILIES
 from spotlight.training.sharding import shard_module
+from spotlight_files.pipeline_export import keeps_float32
 
 _processes = multiprocessing.get_context("forkserver")
 LEVELS = torch.tensor([0.3, 0.9])

@@ -11,8 +11,8 @@ from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 from spotlight.config.load import build_config
 from spotlight.models.families.flux2_klein import Flux2Klein
 from spotlight.models.media import MediaSize
-from spotlight.models.model_errors import ModelError
 from spotlight.report.loading import loading_snippet
+from spotlight_files.model_errors import ModelError
 
 
 @pytest.fixture(scope="module")

@@ -23,11 +23,11 @@ from spotlight.models.families.qwen_image import QwenImage
 from spotlight.models.kernels import attention, fused
 from spotlight.models.kernels.regional import compile_blocks
 from spotlight.models.media import MediaSize
-from spotlight.models.model_errors import ModelError
 from spotlight.models.peft_layers import LoraSpec
 from spotlight.models.slots import LoraSlots, Slot
 from spotlight.registry import FAMILIES
 from spotlight.runtime.assembly import components as build
+from spotlight_files.model_errors import ModelError
 from spotlight_kernels.real_rotary import rewrite
 from spotlight_rewards.base.errors import ConfigError
 

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from spotlight.models.experts import denoisers
 from spotlight.models.family import ModelFamily
-from spotlight.models.lora_names import FLUX, Layout
-from spotlight.models.model_errors import ModelError
 from spotlight.models.peft_layers import LoraSpec
-from spotlight.models.shared.renamed_lora import save_renamed
 from spotlight.models.slots import LoraSlots
 from spotlight.registry import FAMILIES
 from spotlight.training.lora_export import export_renamed_lora
+from spotlight_files.lora_names import FLUX, Layout
+from spotlight_files.model_errors import ModelError
+from spotlight_files.renamed_lora import save_renamed
 
 RANK, ALPHA = 2, 3.0
 Rules = Mapping[str, tuple[str, int]]

@@ -11,24 +11,24 @@ import pytest
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from spotlight.cluster.model_files.hub_snapshot import (
-    PendingBytes,
-    SnapshotManifest,
-    WantedModel,
-    model_directory,
-)
-from spotlight.cluster.model_files.model_fetch import (
+from spotlight.cluster.model_fetch import (
     NodeSource,
     node_sources,
     pinned,
     wanted_model,
     with_model_files,
 )
-from spotlight.cluster.model_files.snapshot_copy import fetch_snapshot
 from spotlight.cluster.nodes.listing import read_view
 from spotlight.config.load import build_config
 from spotlight.config.schema import RunConfig
 from spotlight.scheduler.types import NodeKind
+from spotlight_files.hub_snapshot import (
+    PendingBytes,
+    SnapshotManifest,
+    WantedModel,
+    model_directory,
+)
+from spotlight_files.snapshot_copy import fetch_snapshot
 from spotlight_fleet.connection import connected
 from spotlight_fleet.emulated.local_cluster import LocalCluster, local_cluster
 
@@ -81,23 +81,17 @@ def cluster(caches: Path) -> Iterator[LocalCluster]:
 @ray.remote(num_cpus=0)
 def arrive(config: RunConfig) -> tuple[RunConfig, list[str], str]:
     """As a worker begins: have the files, then locate them; no hub is reachable."""
-    from spotlight.models.pipeline_files import locate
     from spotlight.registry import FAMILIES
 
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("spotlight.cluster.model_files")
+    logger = logging.getLogger("spotlight.files")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     found = with_model_files(config)
     family = FAMILIES.load(found.model.family)
-    files = locate(
-        found.model.path,
-        revision=found.model.revision,
-        pipeline_class=family.pipeline_class,
-        components=family.components,
-    )
+    files = family.locate(found.model.path, found.model.revision)
     return found, lines, str(files.root)
 
 

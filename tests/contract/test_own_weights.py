@@ -16,13 +16,13 @@ from torch import Tensor
 from spotlight.config.load import load_config
 from spotlight.config.schema import RunConfig
 from spotlight.models.families.qwen_image import QwenImage
-from spotlight.models.lora_file import read_lora
 from spotlight.models.media import MediaSize
-from spotlight.models.model_errors import ModelError
 from spotlight.models.peft_layers import LoraSpec
 from spotlight.models.slots import LoraSlots, Slot, WeightSlots
 from spotlight.report.loading import loading_snippet
 from spotlight.runtime.assembly import components as build
+from spotlight_files.lora_file import read_lora
+from spotlight_files.model_errors import ModelError
 from spotlight_rewards.base.errors import ConfigError
 
 SIZE = MediaSize(16, 16)

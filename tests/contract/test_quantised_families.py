@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from spotlight.models.experts import denoisers
 from spotlight.models.families.qwen_image import QwenImage
 from spotlight.models.family import ModelFamily
-from spotlight.models.model_errors import ModelError
 from spotlight.models.peft_layers import LoraSpec
 from spotlight.models.shared.quantised import held, held_bytes, is_held
 from spotlight.models.shared.transformer_files import weight_sources
@@ -36,6 +35,7 @@ from spotlight.registry import FAMILIES
 from spotlight.training.learner import Learner
 from spotlight.training.learner_state import StateError
 from spotlight.weights.flat import digest_of
+from spotlight_files.model_errors import ModelError
 from spotlight_kernels.quantised.linear import QuantisedLinear
 
 KINDS = ("int8", "nf4")

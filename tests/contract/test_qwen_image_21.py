@@ -12,8 +12,8 @@ from tests.contract.family_cases import CASES, PROMPTS
 
 from spotlight.models.families.qwen_image_21 import QwenImage21
 from spotlight.models.media import MediaSize
-from spotlight.models.model_errors import ModelError
 from spotlight.models.shared import rows
+from spotlight_files.model_errors import ModelError
 
 SIZE = MediaSize(32, 64)
 LEVELS = [1.0, 0.8, 0.5, 0.2]

@@ -15,9 +15,9 @@ import torch
 from spotlight.models.condition import Condition
 from spotlight.models.families.qwen_image import QwenImage
 from spotlight.models.media import MediaSize
-from spotlight.models.model_errors import ModelError
-from spotlight.models.pipeline_files import weight_files
 from spotlight.registry import FAMILIES
+from spotlight_files.model_errors import ModelError
+from spotlight_files.pipeline_files import weight_files
 from spotlight_rewards.registry import RegistryError
 
 

@@ -11,11 +11,11 @@ import pytest
 import safetensors.torch
 import torch
 
-from spotlight.models import pipeline_files
 from spotlight.models.families.qwen_image import QwenImage
-from spotlight.models.model_errors import ModelError
-from spotlight.models.pipeline_files import PipelineFiles
 from spotlight.models.text import embeddings
+from spotlight_files import pipeline_files
+from spotlight_files.model_errors import ModelError
+from spotlight_files.pipeline_files import PipelineFiles
 
 PROMPT = "one red circle"
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from spotlight.diffusion.samplers import ODE
 from spotlight.models.families.qwen_image import QwenImage
 from spotlight.models.media import MediaSize
-from spotlight.models.model_errors import ModelError
 from spotlight.models.shared.transformer_files import weight_sources
 from spotlight.models.slots import CopySlots, LoraSlots, LoraSpec, WeightSlots
 from spotlight.rollout.engine import Engine
@@ -24,6 +23,7 @@ from spotlight.rollout.state import FinishedRollout, Recipe
 from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId
 from spotlight.training.lora_export import export_merged, measured_rounding
 from spotlight.training.sharding import Ranks
+from spotlight_files.model_errors import ModelError
 from spotlight_rewards.base.prompts import PromptId
 
 SIZE = MediaSize(32, 32)

@@ -15,12 +15,12 @@ from spotlight.diffusion.samplers import ODE
 from spotlight.models.families import qwen_image
 from spotlight.models.families.qwen_image import QwenImage
 from spotlight.models.media import MediaSize
-from spotlight.models.model_errors import ModelError
 from spotlight.models.shared.noise_levels import shift
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import FinishedRollout, Recipe
 from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId
 from spotlight.testbed import PIPELINE_DIR
+from spotlight_files.model_errors import ModelError
 from spotlight_rewards.base.prompts import PromptId
 
 TOLERANCE = 1e-5

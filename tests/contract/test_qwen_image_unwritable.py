@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from spotlight.models.families.qwen_image import QwenImage
-from spotlight.models.model_errors import ModelError
 from spotlight.models.peft_layers import LoraSpec
 from spotlight.models.slots import LoraSlots
+from spotlight_files.model_errors import ModelError
 
 
 def test_a_place_that_cannot_be_written_is_reported(random_pipeline: Path, tmp_path: Path) -> None:

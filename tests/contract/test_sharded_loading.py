@@ -26,11 +26,11 @@ from spotlight.dry_run.memory_plan import memory_parts, peak_bytes, shared_parts
 from spotlight.dry_run.model_plan import ModelSizes, family_of, read_sizes
 from spotlight.models import skeleton as skeletons
 from spotlight.models.families.qwen_image import QwenImage
-from spotlight.models.model_errors import ModelError
 from spotlight.models.skeleton import skeleton
 from spotlight.models.slots import CopySlots, WeightSlots
 from spotlight.training import sharding
 from spotlight.training.sharding import Ranks, RolloutGathering, shard
+from spotlight_files.model_errors import ModelError
 
 RECIPE = Path("examples/qwen-image-ocr-full.yaml")
 LORA_RECIPE = RECIPE.with_name("qwen-image-ocr-lora.yaml")

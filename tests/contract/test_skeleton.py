@@ -13,10 +13,10 @@ from torch import Tensor
 from spotlight.models.condition import Condition
 from spotlight.models.families.qwen_image import QwenImage
 from spotlight.models.media import MediaSize
-from spotlight.models.model_errors import ModelError
 from spotlight.models.peft_layers import LoraSpec
 from spotlight.models.skeleton import base_state, filling, modules_of
 from spotlight.models.slots import LoraSlots
+from spotlight_files.model_errors import ModelError
 
 SIZE = MediaSize(32, 32)
 

@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves
 from spotlight.models.condition import GRIDS, NEGATIVE_EMBEDS, REFERENCES
 from spotlight.models.experts import denoisers
 from spotlight.models.family import ConditionBatch, Guidance, MediaSize
-from spotlight.models.pipeline_files import PipelineFiles
 from spotlight.registry import FAMILIES
+from spotlight_files.pipeline_files import PipelineFiles
 
 TINY = {
     *("in_channels", "out_channels", "patch_size", "pos_embed_max_size", "guidance_embeds"),

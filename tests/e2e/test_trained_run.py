@@ -17,11 +17,11 @@ import spotlight
 from spotlight.cli.main import app
 from spotlight.diffusion.noise import INITIAL, noise_batch
 from spotlight.models.media import MediaSize
-from spotlight.models.model_errors import ModelError
 from spotlight.runtime.inference import TrainedRun
 from spotlight.runtime.observer import Silent
 from spotlight.store.metrics import read_metrics
 from spotlight.store.run_summary import read_summary
+from spotlight_files.model_errors import ModelError
 from spotlight_rewards.base.file_errors import StoreError
 
 PROMPT, SEED, STEPS, SIDE = "two green triangles", 11, 3, 16

@@ -11,8 +11,8 @@ from learner_world import World, algorithm, cut, make_learner, make_slots, roll_
 from torch import Tensor
 
 from spotlight.config.sections.learner_section import LearnerConfig
-from spotlight.models.model_errors import ModelError
 from spotlight.training.learner import Learner, TrainingSample
+from spotlight_files.model_errors import ModelError
 
 HALF = torch.bfloat16
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")

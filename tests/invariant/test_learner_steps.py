@@ -11,9 +11,9 @@ from learner_world import World, algorithm, cut, gradients, make_learner, roll_o
 
 from spotlight.config.sections.learner_section import LearnerConfig
 from spotlight.models.media import MediaSize
-from spotlight.models.model_errors import ModelError
 from spotlight.models.slots import CopySlots
 from spotlight.training.learner import Learner, TrainingError
+from spotlight_files.model_errors import ModelError
 
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
 

@@ -21,10 +21,10 @@ from spotlight.diffusion.samplers import CPS, ODE, Dance, FlowSDE, Sampler
 from spotlight.diffusion.schedule import AllSteps, RandomWindow, SlidingWindow
 from spotlight.models.families.qwen_image import QwenImage
 from spotlight.models.media import MediaSize
-from spotlight.models.model_errors import ModelError
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import FailedRollout, FinishedRollout, Recipe, RolloutState, from_tensors
 from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId
+from spotlight_files.model_errors import ModelError
 from spotlight_rewards.base.prompts import PromptId
 
 TOLERANCE = 2e-5

@@ -22,9 +22,7 @@ def canonical(requirement: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-@pytest.mark.parametrize(
-    "package", [".", *(f"packages/{name}" for name in ("kernels", "rewards", "fleet", "plan", "dashboard"))]
-)
+@pytest.mark.parametrize("package", [".", *(f"packages/{each.name}" for each in ROOT.glob("packages/*"))])
 def test_a_package_declares_what_it_imports(package: str) -> None:
     project = tomllib.loads((ROOT / package / "pyproject.toml").read_text())["project"]
     needed = [project["dependencies"], *project.get("optional-dependencies", {}).values()]

@@ -16,6 +16,7 @@ import pytest
 import spotlight
 import spotlight_bucket
 import spotlight_dashboard
+import spotlight_files
 import spotlight_fleet
 import spotlight_kernels
 import spotlight_plan
@@ -25,6 +26,7 @@ PACKAGES = (
     spotlight,
     spotlight_kernels,
     spotlight_rewards,
+    spotlight_files,
     spotlight_fleet,
     spotlight_plan,
     spotlight_dashboard,
@@ -38,9 +40,16 @@ SOURCES = {
 PACKAGES_MAY_IMPORT: dict[str, set[str]] = {
     "spotlight_kernels": set(),
     "spotlight_rewards": set(),
+    "spotlight_files": {"spotlight_rewards"},
     "spotlight_fleet": {"spotlight_rewards"},
-    "spotlight": {"spotlight_kernels", "spotlight_rewards", "spotlight_fleet"},
-    "spotlight_plan": {"spotlight", "spotlight_rewards", "spotlight_fleet", "spotlight_kernels"},
+    "spotlight": {"spotlight_kernels", "spotlight_rewards", "spotlight_files", "spotlight_fleet"},
+    "spotlight_plan": {
+        "spotlight",
+        "spotlight_rewards",
+        "spotlight_files",
+        "spotlight_fleet",
+        "spotlight_kernels",
+    },
     "spotlight_dashboard": {"spotlight", "spotlight_rewards"},
     "spotlight_bucket": {"spotlight", "spotlight_rewards"},
 }
@@ -75,6 +84,8 @@ USE_REWARDS = {"dry_run", "runtime", "cluster", "cli", "api"}
 """Rooms that may import all of the leaf."""
 USE_FLEET = {"config", "cluster", "cli"}
 """Rooms that may import what is known of nodes."""
+USE_FILES = {"models", "data", "training", "dry_run", "runtime", "cluster", "cli"}
+"""Rooms that may import what is known of model files."""
 MEASURE = {"training", "rollout", "runtime", "cluster"}
 """Rooms that may import what measures steps."""
 USE_KERNELS = {"models"}
@@ -275,6 +286,8 @@ def allowed(room: str, module: str) -> bool:
     if package == "spotlight_kernels":
         measures = room in MEASURE and module.startswith("spotlight_kernels.measure.")
         return room in USE_KERNELS or measures or room == "spotlight_plan.commands"
+    if package == "spotlight_files":
+        return own != "spotlight" or room in USE_FILES
     if package == "spotlight_fleet":
         return own != "spotlight" or room in USE_FLEET
     if package != "spotlight":

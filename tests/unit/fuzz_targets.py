@@ -107,8 +107,8 @@ def loras() -> Target:
     import torch
     from safetensors.torch import save
 
-    from spotlight.models.lora_file import read_lora
-    from spotlight.models.model_errors import ModelError
+    from spotlight_files.lora_file import read_lora
+    from spotlight_files.model_errors import ModelError
 
     name = "transformer.transformer_blocks.0.attn.to_q"
     tensors = {f"{name}.lora_A.weight": torch.ones(4, 8), f"{name}.lora_B.weight": torch.ones(8, 4)}
@@ -211,7 +211,7 @@ def pictures() -> Target:
 
 
 def hub_lists() -> Target:
-    from spotlight.cluster.model_files.hub_list import cached_list
+    from spotlight_files.hub_list import cached_list
 
     directory = Path(tempfile.mkdtemp())
     (directory / "trees").mkdir()

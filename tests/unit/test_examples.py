@@ -10,8 +10,8 @@ import pytest
 from spotlight.config.load import load_config
 from spotlight.data.datasets import load_prompts
 from spotlight.dry_run.run_plan import make_plan
-from spotlight.models.model_errors import ModelError
 from spotlight.testbed import PIPELINE_DIR
+from spotlight_files.model_errors import ModelError
 from spotlight_rewards.registry import REWARDS
 from spotlight_rewards.reward_registry import load, parse
 

@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 from spotlight.cli.main import app
 from spotlight.dry_run.fitting_sizes import USABLE
 from spotlight.models.media import MediaSize
-from spotlight.models.model_errors import ModelError
-from spotlight.models.pipeline_files import PipelineFiles
 from spotlight.models.shared.flop_count import forward_operations
 from spotlight.registry import CHECKS, FAMILIES
+from spotlight_files.model_errors import ModelError
+from spotlight_files.pipeline_files import PipelineFiles
 from spotlight_plan.commands.gpu import gpu_check
 from spotlight_plan.commands.gpu.asked_model import find_model
 from spotlight_plan.commands.gpu.between_cards import all_reduce_rate

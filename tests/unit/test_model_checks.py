@@ -17,9 +17,9 @@ from spotlight.dry_run.model_checks import require_model, require_references, re
 from spotlight.dry_run.model_plan import NotHere, planned_files, read_transformer
 from spotlight.dry_run.run_plan import make_plan, text_tokens
 from spotlight.models.families.qwen_image_21 import QwenImage21
-from spotlight.models.model_errors import ModelError
-from spotlight.models.pipeline_files import PipelineFiles
 from spotlight.registry import FAMILIES
+from spotlight_files.model_errors import ModelError
+from spotlight_files.pipeline_files import PipelineFiles
 from spotlight_rewards.base.errors import ConfigError
 from spotlight_rewards.reward import RewardSetupError
 

@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from spotlight.cluster.model_files.hub_list import asked_hub, cached_list
-from spotlight.cluster.model_files.hub_snapshot import (
+from spotlight_files.hub_list import asked_hub, cached_list
+from spotlight_files.hub_snapshot import (
     ModelFileServer,
     PendingBytes,
     SnapshotManifest,
@@ -29,7 +29,7 @@ from spotlight.cluster.model_files.hub_snapshot import (
     model_directory,
     on_disk,
 )
-from spotlight.cluster.model_files.snapshot_copy import copy_files, fetch_snapshot
+from spotlight_files.snapshot_copy import copy_files, fetch_snapshot
 
 HUB_ID, COMMIT = "somebody/model", "c" * 40
 WANTED = WantedModel(HUB_ID, COMMIT, ("model_index.json", "transformer/*", "vae/*"), ("transformer", "vae"))

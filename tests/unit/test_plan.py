@@ -40,9 +40,9 @@ from spotlight.dry_run.reward_plan import reward_places
 from spotlight.dry_run.run_plan import RunPlan, count_passes, make_plan
 from spotlight.models.families.qwen_image import QwenImage
 from spotlight.models.media import MediaSize
-from spotlight.models.model_errors import ModelError
 from spotlight.rollout.limits import decode_batch
 from spotlight.runtime.preflight import require_disk
+from spotlight_files.model_errors import ModelError
 from spotlight_rewards.base.errors import ConfigError
 from spotlight_rewards.base.file_errors import StoreError
 from spotlight_rewards.reward import RewardSetupError

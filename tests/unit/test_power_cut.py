@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from store_history import SCRATCH
 from tests.power_cut import watched, write_tree
 
-from spotlight.models.pipeline_export import save_lora
 from spotlight.runtime.conclusion import compare
 from spotlight.store.checkpoints import CheckpointStore
 from spotlight.store.images import Tile, drawn_iterations, drop_pictures, read_tiles, write_grid
@@ -22,6 +21,7 @@ from spotlight.store.manifest import CheckpointHeader
 from spotlight.store.metrics import MetricsRow, MetricsWriter, read_metrics
 from spotlight.store.run_directory import RunDirectory
 from spotlight.store.run_summary import RunSummary, SampleCounts, read_summary, write_summary
+from spotlight_files.pipeline_export import save_lora
 
 ITERATIONS = 2
 

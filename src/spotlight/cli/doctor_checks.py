@@ -14,7 +14,7 @@ from spotlight.cli.doctor import Finding, Verdict
 from spotlight.report.wording import size
 
 _DISTRIBUTION = "spotlight-rl"
-_PACKAGES = ("kernels", "rewards", "plan", "dashboard")
+_PACKAGES = ("kernels", "rewards", "files", "fleet", "plan", "dashboard")
 _FROM_CLONE = f"pip install -e . {' '.join(f'-e packages/{name}' for name in _PACKAGES)} (in the clone)"
 _DISK_MIN_BYTES = 2**30
 _MEMORY_MIN_BYTES = 4 * 2**30
@@ -178,22 +178,16 @@ def disk(runs_dir: Path) -> Iterator[Finding]:
 
 
 def pipeline() -> Iterator[Finding]:
-    from spotlight.models.model_errors import ModelError
-    from spotlight.models.pipeline_files import locate
     from spotlight.registry import FAMILIES
     from spotlight.testbed import TESTBEDS
+    from spotlight_files.model_errors import ModelError
 
     remedy = "Install Spotlight again: files of the package are missing."
     for name, model in TESTBEDS.items():
         title, family = f"embedded model {name}", FAMILIES.load(model.family)
         missing = [path for path in (model.train, model.test) if not path.is_file()]
         try:
-            locate(
-                model.pipeline,
-                revision=None,
-                pipeline_class=family.pipeline_class,
-                components=family.components,
-            )
+            family.locate(model.pipeline, None)
         except ModelError as error:
             yield Finding(Verdict.FAIL, title, str(error), remedy)
             continue

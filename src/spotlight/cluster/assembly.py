@@ -24,7 +24,7 @@ from spotlight.cluster.learner.learner_rank import write_token
 from spotlight.cluster.learner.life import Deadlines
 from spotlight.cluster.learner.ray_launcher import RayLauncher
 from spotlight.cluster.learner_driver import LearnerDriver, Places, PublishedVersions
-from spotlight.cluster.model_files.model_fetch import pinned
+from spotlight.cluster.model_fetch import pinned
 from spotlight.cluster.remote_calls import Conversations, Inbox
 from spotlight.cluster.sample_scoring import AcceptedSamples, SampleScoring
 from spotlight.cluster.scaling.node_supply import NodeSupply

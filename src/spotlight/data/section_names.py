@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from spotlight.models.model_errors import ModelError
+from spotlight_files.model_errors import ModelError
 from spotlight_rewards.base.prompt_files import PromptFileError
 
 

@@ -11,7 +11,7 @@ from spotlight.data.media_size import media_size
 from spotlight.dry_run.memory_plan import Estimate, may_share, memory_parts, peak_bytes, shared_parts
 from spotlight.dry_run.model_plan import ModelSizes
 from spotlight.models.media import MediaSize
-from spotlight.models.model_errors import ModelError
+from spotlight_files.model_errors import ModelError
 
 if TYPE_CHECKING:
     from spotlight.models.family import ModelFamily

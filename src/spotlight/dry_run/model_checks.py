@@ -13,8 +13,8 @@ from spotlight.data.datasets import Prompts
 from spotlight.data.media_size import media_size
 from spotlight.data.section_names import under
 from spotlight.dry_run.model_plan import NotHere, family_of, planned_files
-from spotlight.models.model_errors import ModelError
-from spotlight.models.pipeline_files import PipelineFiles, is_hub_id, shards_of
+from spotlight_files.model_errors import ModelError
+from spotlight_files.pipeline_files import PipelineFiles, is_hub_id, shards_of
 from spotlight_rewards.base.errors import ConfigError
 
 
@@ -25,8 +25,8 @@ def require_model(config: RunConfig) -> None:
     require_supported(config, None if isinstance(files, NotHere) else files)
     if isinstance(files, NotHere):
         return
-    from spotlight.models.lora_file import lora_file_of, lora_folder
     from spotlight.models.shared.transformer_files import weight_sources
+    from spotlight_files.lora_file import lora_file_of, lora_folder
 
     family = family_of(config)
     names = family.transformers(files)

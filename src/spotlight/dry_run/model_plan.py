@@ -17,10 +17,10 @@ from spotlight.config.schema import RunConfig
 from spotlight.data.section_names import under
 from spotlight.models.family_facts import Dimensions, PublishedModel, target_pattern
 from spotlight.models.media import MediaSize
-from spotlight.models.model_errors import ModelError
-from spotlight.models.pipeline_files import PipelineFiles, check_weights, is_hub_id, locate
 from spotlight.registry import FAMILIES
 from spotlight.testbed import pipeline_directory
+from spotlight_files.model_errors import ModelError
+from spotlight_files.pipeline_files import PipelineFiles, check_weights, is_hub_id
 
 if TYPE_CHECKING:
     from spotlight.models.family import ModelFamily
@@ -156,9 +156,7 @@ def _locate(config: RunConfig, besides: Sequence[str]) -> PipelineFiles | NotHer
         if cached is None or not _complete(cached, family, besides):
             return NotHere(path, _download_command(path, model.revision))
         return cached
-    return locate(
-        path, revision=model.revision, pipeline_class=family.pipeline_class, components=family.components
-    )
+    return family.locate(path, model.revision)
 
 
 def _require_family(hub_id: str, family: type[ModelFamily]) -> None:

@@ -26,11 +26,11 @@ from spotlight.dry_run.model_plan import (
     read_sizes,
 )
 from spotlight.dry_run.reward_plan import RewardPlace, require_rewards, reward_parts, reward_places
-from spotlight.models.model_errors import ModelError
 from spotlight.store.checkpoints import CheckpointStore
 from spotlight.store.manifest import CheckpointHeader
 from spotlight.store.metrics import read_metrics
 from spotlight.store.run_directory import RunPaths
+from spotlight_files.model_errors import ModelError
 from spotlight_rewards.base.errors import ConfigError
 
 

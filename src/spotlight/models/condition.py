@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from spotlight.models.model_errors import ModelError
+from spotlight_files.model_errors import ModelError
 
 EMBEDS, NEGATIVE_EMBEDS = "embeds", "negative_embeds"
 """Text of a condition; of the negative prompt where that depends on the prompt (its reference pictures)."""

@@ -25,7 +25,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from spotlight.models import pipeline_export
 from spotlight.models.condition import Condition as Condition
 from spotlight.models.condition import ConditionBatch as ConditionBatch
 from spotlight.models.condition import Guidance as Guidance
@@ -36,15 +35,6 @@ from spotlight.models.experts import by_rows, denoisers
 from spotlight.models.family_facts import Dimensions, FamilyTraits
 from spotlight.models.kernels.attention import explaining_masks
 from spotlight.models.media import MediaSize as MediaSize
-from spotlight.models.model_errors import ModelError as ModelError
-from spotlight.models.model_errors import storing
-from spotlight.models.pipeline_files import (
-    PipelineFiles,
-    is_denoiser,
-    locate,
-    transformer_names,
-    without_transformer_weights,
-)
 from spotlight.models.shared.flop_count import ForwardLog
 from spotlight.models.shared.noise_levels import scheduler_config, shift
 from spotlight.models.shared.quantised import Quantize
@@ -58,6 +48,15 @@ from spotlight.models.skeleton import load_weights, persistent_buffers
 from spotlight.models.text.embeddings import EmbeddingsCache, called_versions
 from spotlight.models.text.prompt_encoder import PromptEncoder
 from spotlight.models.tiny import write_pipeline
+from spotlight_files import pipeline_export
+from spotlight_files.model_errors import ModelError as ModelError
+from spotlight_files.model_errors import storing
+from spotlight_files.pipeline_files import (
+    PipelineFiles,
+    is_denoiser,
+    transformer_names,
+    without_transformer_weights,
+)
 
 _NOT_STORED = (
     "Free some space there or name a directory that can be written, then run the same command again: "
@@ -158,7 +157,7 @@ class ModelFamily(FamilyTraits, ABC):
         device = torch.device(device)
         own = read_transformer and transformer is None
         wanted = cls.components if own else without_transformer_weights(cls.components)
-        files = locate(path, revision=revision, pipeline_class=cls.pipeline_class, components=wanted)
+        files = cls.locate(path, revision, wanted)
         scheduler, names = cls.make_scheduler(files), cls.transformers(files)
         weights = weight_sources(files, names, transformer) if read_transformer else None
         module = load_transformers(files, names, dtype, device, weights, deferred=deferred, quantize=quantize)

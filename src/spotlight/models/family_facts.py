@@ -6,14 +6,17 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from spotlight.models.lora_names import LayerNames, Layout
 from spotlight.models.media import MediaSize
-from spotlight.models.model_errors import ModelError
-from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
+from spotlight.registry import FAMILIES
+from spotlight_files.lora_names import LayerNames, Layout
+from spotlight_files.model_errors import ModelError
+from spotlight_files.pipeline_files import PipelineComponent, PipelineFiles, locate
+from spotlight_rewards.registry import RegistryError
 
 
 def target_pattern(target: str) -> str:
@@ -222,6 +225,15 @@ def config_list(files: PipelineFiles, part: str, key: str) -> list[object]:
     return value
 
 
+def _of_another_family(pipeline_class: object) -> str:
+    """What to do about a pipeline of another class than a family's."""
+    for name in FAMILIES:
+        with suppress(RegistryError):  # a broken package is reported where its family is asked for
+            if FAMILIES.load(name).pipeline_class == pipeline_class:
+                return f"Set model.family={name}, or name another model.path"
+    return f"Name another model.path: the families are {', '.join(FAMILIES)}"
+
+
 class FamilyTraits:
     """What holds for every model of a family, as class attributes."""
 
@@ -285,6 +297,14 @@ class FamilyTraits:
     """Published models by hub id; of our families, :func:`read_models`."""
     tiny_models: ClassVar[Sequence[TinyModel]] = ()
     """Four small variants: other widths, heads, layers and VAE factors."""
+
+    @classmethod
+    def locate(
+        cls, path: str | Path, revision: str | None, components: Mapping[str, PipelineComponent] | None = None
+    ) -> PipelineFiles:
+        """A pipeline's files, with ``components`` or all of them; raises :class:`ModelError`."""
+        wanted = cls.components if components is None else components
+        return locate(path, revision, cls.pipeline_class, wanted, _of_another_family)
 
     @classmethod
     def planned_text_tokens(cls, words: int, most: int) -> int:

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spotlight.models.family_facts import target_pattern
-from spotlight.models.model_errors import ModelError
+from spotlight_files.model_errors import ModelError
 
 if TYPE_CHECKING:
     from peft import LoraConfig

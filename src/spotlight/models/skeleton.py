@@ -17,10 +17,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from spotlight.models.experts import denoisers
-from spotlight.models.model_errors import ModelError
-from spotlight.models.pipeline_files import PipelineFiles, shards_of
 from spotlight.models.shared.quantised import as_stored
 from spotlight.models.shared.sharded import is_sharded
+from spotlight_files.model_errors import ModelError
+from spotlight_files.pipeline_export import keeps_float32
+from spotlight_files.pipeline_files import PipelineFiles, shards_of
 
 if TYPE_CHECKING:
     from diffusers.models import ModelMixin
@@ -251,12 +252,6 @@ def filling(module: nn.Module) -> Iterator[dict[str, Tensor]]:
         for key, hook in list(part._forward_pre_hooks.items()):
             if hook is _refuse:
                 del part._forward_pre_hooks[key]
-
-
-def keeps_float32(kind: type[nn.Module], name: str) -> bool:
-    """Whether diffusers keeps this tensor in float32 when it loads the class in another dtype."""
-    kept: Iterable[str] | None = getattr(kind, "_keep_in_fp32_modules", None)
-    return not set(kept or ()).isdisjoint(name.split("."))
 
 
 def base_state(module: nn.Module) -> dict[str, Tensor]:

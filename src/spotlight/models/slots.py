@@ -31,7 +31,7 @@ from spotlight.models.family import ModelError
 from spotlight.models.peft_layers import AdapterCopies, LoraSpec
 from spotlight.models.shared.quantised import held, packed_state
 from spotlight.models.shared.sharded import gathers, is_sharded
-from spotlight.models.shared.update_rounding import UpdateRounding
+from spotlight_files.update_rounding import UpdateRounding
 
 Slot = Literal["policy", "reference", "old", "ema"]
 """Must equal ``spotlight.algorithms.base.Slot`` (models may not import algorithms)."""

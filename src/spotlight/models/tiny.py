@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from spotlight.models.family_facts import FamilyTraits
-from spotlight.models.model_errors import ModelError
+from spotlight_files.model_errors import ModelError
 
 _PRINTABLE = [chr(code) for code in range(33, 127)]
 

@@ -22,11 +22,8 @@ from spotlight.dry_run.model_checks import require_references, require_supported
 from spotlight.models.condition import ModelInput, model_input
 from spotlight.models.experts import denoisers
 from spotlight.models.family import ModelFamily
-from spotlight.models.lora_names import Layout
-from spotlight.models.model_errors import ModelError
 from spotlight.models.shared.quantised import Quantize
 from spotlight.models.shared.transformer_files import weight_sources
-from spotlight.models.shared.update_rounding import LostUpdate
 from spotlight.models.slots import Slot, WeightSlots
 from spotlight.rollout.state import FailedRollout, FinishedRollout, Recipe
 from spotlight.runtime.assembly import components as build
@@ -42,6 +39,9 @@ from spotlight.store.run_directory import RunPaths
 from spotlight.training.learner_state import load_weights
 from spotlight.training.lora_export import export_lora, export_merged, export_renamed_lora, measured_rounding
 from spotlight.training.sharding import Ranks
+from spotlight_files.lora_names import Layout
+from spotlight_files.model_errors import ModelError
+from spotlight_files.update_rounding import LostUpdate
 from spotlight_rewards.base.file_errors import StoreError
 from spotlight_rewards.base.prompts import Prompt, PromptId
 from spotlight_rewards.pool.waiting import SampleGroup

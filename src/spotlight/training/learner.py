@@ -42,7 +42,6 @@ from spotlight.models.condition import Condition
 from spotlight.models.experts import rows_uncounted
 from spotlight.models.family import ModelFamily
 from spotlight.models.media import MediaSize
-from spotlight.models.model_errors import ModelError
 from spotlight.models.shared.flop_count import ForwardLog
 from spotlight.models.slots import WeightSlots
 from spotlight.training import learner_state as state
@@ -64,6 +63,7 @@ from spotlight.training.settings import (
 )
 from spotlight.training.sharding import Ranks, average_gradients, drop_idle_gradients, shard
 from spotlight.training.step_metrics import BatchReport, IterationLog, StepReport, UpdateMeter, batch_report
+from spotlight_files.model_errors import ModelError
 from spotlight_kernels.measure.peak_rates import peak_of
 
 __all__ = ["Learner", "TrainingError", "TrainingGuidance", "TrainingSample"]

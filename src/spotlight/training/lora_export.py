@@ -11,14 +11,14 @@ from torch.distributed.tensor import DTensor
 
 from spotlight.models.experts import denoisers
 from spotlight.models.family import ModelFamily
-from spotlight.models.lora_names import Layout
-from spotlight.models.model_errors import ModelError, storing
-from spotlight.models.shared.renamed_lora import save_renamed
 from spotlight.models.shared.transformer_files import TransformerFiles
-from spotlight.models.shared.update_rounding import UpdateRounding
-from spotlight.models.skeleton import keeps_float32
 from spotlight.models.slots import LoraSlots, Slot, WeightSlots
 from spotlight.training.sharding import Ranks
+from spotlight_files.lora_names import Layout
+from spotlight_files.model_errors import ModelError, storing
+from spotlight_files.pipeline_export import keeps_float32
+from spotlight_files.renamed_lora import save_renamed
+from spotlight_files.update_rounding import UpdateRounding
 
 
 def lora_state(slots: WeightSlots, slot: Slot) -> dict[str, Tensor]:

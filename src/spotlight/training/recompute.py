@@ -26,8 +26,8 @@ from torch.utils.checkpoint import checkpoint
 
 from spotlight.models.experts import denoisers
 from spotlight.models.kernels.fused import is_fused
-from spotlight.models.model_errors import ModelError
 from spotlight.models.peft_layers import largest_rank
+from spotlight_files.model_errors import ModelError
 
 Mode = Literal["none", "elementwise", "blocks"]
 RunBlock = Callable[..., Any]

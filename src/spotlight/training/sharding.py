@@ -31,11 +31,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from spotlight.models.experts import Experts, denoisers
-from spotlight.models.skeleton import keeps_float32
 from spotlight.models.slots import WeightSlots
 from spotlight.rollout.sequence_parallel import rendezvous
 from spotlight.training.device_memory import free_bytes, measured_peak
 from spotlight.training.timesteps import MARGIN
+from spotlight_files.pipeline_export import keeps_float32
 
 T = TypeVar("T")
 Sharding = Literal["none", "node", "all"]

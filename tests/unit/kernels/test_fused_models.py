@@ -12,7 +12,7 @@ from fused_world import CPU, Predicting, far
 
 from spotlight.models import peft_layers
 from spotlight.models.kernels.fused import is_fused, use_fused, use_reference
-from spotlight.models.model_errors import ModelError
+from spotlight_files.model_errors import ModelError
 from spotlight_kernels import fuse as fusing
 from spotlight_kernels import operators
 

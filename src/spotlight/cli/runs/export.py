@@ -20,7 +20,7 @@ from spotlight_rewards.base.terminal import printable
 from spotlight_rewards.commands.exit_codes import errors_without_traceback, failure
 
 if TYPE_CHECKING:
-    from spotlight.models.shared.update_rounding import LostUpdate
+    from spotlight_files.update_rounding import LostUpdate
 
 
 DtypeOption: TypeAlias = Annotated[

@@ -166,7 +166,7 @@ def _micro_batch(config: RunConfig, update_samples: int, trained: int) -> int:
 
 
 def _size(config: RunConfig, family: type[ModelFamily], folder: Path) -> Iterator[tuple[str, object]]:
-    from spotlight.models.pipeline_files import PipelineFiles
+    from spotlight_files.pipeline_files import PipelineFiles
 
     dimensions, rollout = family.read_dimensions(PipelineFiles(folder)), config.rollout
     unit, shorter = dimensions.unit_px or dimensions.patch_px, min(rollout.height, rollout.width)

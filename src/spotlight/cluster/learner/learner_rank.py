@@ -252,7 +252,7 @@ class LearnerRank:
 
         Raises ModelError or ConfigError, as in the inline driver.
         """
-        from spotlight.cluster.model_files.model_fetch import with_model_files
+        from spotlight.cluster.model_fetch import with_model_files
 
         with self._in(Phase.SETUP):
             device = self._device  # a held model's, which is let go below

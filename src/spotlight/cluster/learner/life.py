@@ -12,7 +12,6 @@ import torch
 
 from spotlight.cluster.learner.learner_rank import LearnerRank
 from spotlight.cluster.remote_calls import AbandonedError, wait_within
-from spotlight.models.model_errors import ModelError
 from spotlight.runtime.process import DeviceMemoryError
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler.cluster.answer_limits import AGREE, REMEMBERED, longest_s
@@ -20,6 +19,7 @@ from spotlight.training.learner_state import StateError
 from spotlight.training.settings import TrainingError
 from spotlight.weights.bundle import WeightsManifest
 from spotlight.weights.weight_errors import WeightsError
+from spotlight_files.model_errors import ModelError
 from spotlight_rewards.base.errors import ConfigError
 from spotlight_rewards.base.file_errors import StoreError
 

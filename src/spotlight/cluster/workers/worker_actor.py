@@ -106,7 +106,7 @@ class WorkerActor:
     def __init__(self, order: WorkerOrder, store: Any) -> None:
         # Imported late: it pulls in diffusers, and the head needs this module only to start actors.
         with lasting():
-            from spotlight.cluster.model_files.model_fetch import with_model_files
+            from spotlight.cluster.model_fetch import with_model_files
             from spotlight.cluster.workers.worker_process import WorkerPlace, WorkerProcess
 
         config = read_config(order.config, "the configuration sent to a worker")

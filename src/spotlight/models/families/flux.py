@@ -17,9 +17,9 @@ from spotlight.models.family import (
     unpack,
 )
 from spotlight.models.family_facts import ActivationCosts, Dimensions, block_widths, dimensions, read_models
-from spotlight.models.lora_names import FLUX
-from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
 from spotlight.models.shared.checks import require_equal, require_even_split
+from spotlight_files.lora_names import FLUX
+from spotlight_files.pipeline_files import PipelineComponent, PipelineFiles
 
 
 class Flux(ModelFamily):

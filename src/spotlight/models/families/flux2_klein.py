@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from spotlight.models.family import ConditionBatch, MediaSize, ModelError, ModelFamily, pack, unpack
 from spotlight.models.family_facts import ActivationCosts, Dimensions, block_widths, dimensions, read_models
-from spotlight.models.lora_names import FLUX2
-from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
 from spotlight.models.shared.checks import require_equal, require_even_split
+from spotlight_files.lora_names import FLUX2
+from spotlight_files.pipeline_files import PipelineComponent, PipelineFiles
 
 _TEXT_LAYERS = 3
 """Hidden states of the text encoder that are joined; which ones is the pipeline's default (9, 18 and 27)."""

@@ -22,9 +22,9 @@ from spotlight.models.family_facts import (
     dimensions,
     read_models,
 )
-from spotlight.models.lora_names import HUNYUAN_COMFYUI, HUNYUAN_KOHYA
-from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
 from spotlight.models.shared.checks import require_equal
+from spotlight_files.lora_names import HUNYUAN_COMFYUI, HUNYUAN_KOHYA
+from spotlight_files.pipeline_files import PipelineComponent, PipelineFiles
 
 _UNTILED_PX = 512 * 512
 """Pixels of a frame up to which the VAE decodes it whole, as the pipeline does."""

@@ -25,9 +25,9 @@ from spotlight.models.family_facts import (
     dimensions,
     read_models,
 )
-from spotlight.models.lora_names import QWEN
-from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
 from spotlight.models.shared.checks import require_equal
+from spotlight_files.lora_names import QWEN
+from spotlight_files.pipeline_files import PipelineComponent, PipelineFiles
 
 TEMPLATE = (
     "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, "

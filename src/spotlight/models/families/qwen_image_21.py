@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from spotlight.models.family import ConditionBatch, MediaSize, ModelError, ModelFamily, latent_statistics
 from spotlight.models.family_facts import ActivationCosts, Dimensions, config_integer, dimensions, read_models
-from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
 from spotlight.models.shared.checks import require_equal
 from spotlight.models.shared.rows import by_kind
+from spotlight_files.pipeline_files import PipelineComponent, PipelineFiles
 
 _PX_PER_TOKEN = 16
 """Fixed in the pipeline, whatever the VAE's configuration."""

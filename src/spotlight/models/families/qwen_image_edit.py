@@ -34,9 +34,9 @@ from spotlight.models.family import (
     pack,
 )
 from spotlight.models.family_facts import ActivationCosts, read_models
-from spotlight.models.pipeline_files import PipelineComponent
 from spotlight.models.shared.rows import by_kind
 from spotlight.models.text.prompt_encoder import read_reference
+from spotlight_files.pipeline_files import PipelineComponent
 
 _REFERENCE_PX, _PATCH_PX, _VISION_PATCH_PX = 1024, 16, 28
 _SEEN_PX = 384

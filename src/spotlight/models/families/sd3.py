@@ -15,9 +15,9 @@ from spotlight.models.family_facts import (
     dimensions,
     read_models,
 )
-from spotlight.models.lora_names import SD3
-from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
 from spotlight.models.shared.checks import require_equal
+from spotlight_files.lora_names import SD3
+from spotlight_files.pipeline_files import PipelineComponent, PipelineFiles
 
 _CLIP_TOKENS = 77
 

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from spotlight.models.family import ConditionBatch, MediaSize, ModelError, ModelFamily, decode_normalised
 from spotlight.models.family_facts import ActivationCosts, Dimensions, config_integer, dimensions, read_models
-from spotlight.models.lora_names import renamed
-from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
 from spotlight.models.shared.checks import require_equal
 from spotlight.models.shared.noise_levels import scheduler_config
+from spotlight_files.lora_names import renamed
+from spotlight_files.pipeline_files import PipelineComponent, PipelineFiles
 
 
 class Wan(ModelFamily):

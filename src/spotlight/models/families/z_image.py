@@ -22,9 +22,9 @@ from spotlight.models.family_facts import (
     config_integer,
     read_models,
 )
-from spotlight.models.lora_names import Z_IMAGE_COMFYUI, Z_IMAGE_KOHYA
-from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
 from spotlight.models.shared.checks import require_equal
+from spotlight_files.lora_names import Z_IMAGE_COMFYUI, Z_IMAGE_KOHYA
+from spotlight_files.pipeline_files import PipelineComponent, PipelineFiles
 
 
 class ZImage(ModelFamily):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from spotlight.models.experts import denoisers
-from spotlight.models.model_errors import ModelError
+from spotlight_files.model_errors import ModelError
 
 BACKENDS: Mapping[str, str] = {
     "native": "native",

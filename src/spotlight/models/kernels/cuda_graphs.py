@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from spotlight.models.experts import denoisers
-from spotlight.models.model_errors import ModelError
 from spotlight.models.shared.sharded import gathers
 from spotlight.models.slots import WeightSlots
+from spotlight_files.model_errors import ModelError
 
 KINDS_MAX = 64
 """Kinds of forwards that a transformer remembers; then it forgets the one that was not used for longest."""

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from spotlight.models import peft_layers
-from spotlight.models.model_errors import ModelError
+from spotlight_files.model_errors import ModelError
 
 if TYPE_CHECKING:
     from spotlight_kernels.fuse import Fused

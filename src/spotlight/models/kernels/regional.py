@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from spotlight.models.experts import denoisers
-from spotlight.models.model_errors import ModelError
+from spotlight_files.model_errors import ModelError
 from spotlight_kernels.real_rotary import real_rotary
 
 GRAPHS_MAX = 64

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from spotlight.models.model_errors import ModelError
+from spotlight_files.model_errors import ModelError
 
 
 def require_equal(path: Path, config: Mapping[str, object], wanted: Mapping[str, tuple[object, str]]) -> None:

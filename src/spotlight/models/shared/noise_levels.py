@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from spotlight.models.model_errors import ModelError
-from spotlight.models.pipeline_files import PipelineFiles
+from spotlight_files.model_errors import ModelError
+from spotlight_files.pipeline_files import PipelineFiles
 
 
 def scheduler_config(files: PipelineFiles) -> dict[str, object]:

@@ -14,8 +14,6 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from spotlight.models.experts import Experts, denoisers
-from spotlight.models.model_errors import ModelError
-from spotlight.models.pipeline_files import PipelineFiles, read_json, weight_files
 from spotlight.models.shared.quantised import Quantize, hold
 from spotlight.models.skeleton import (
     allocate,
@@ -25,6 +23,8 @@ from spotlight.models.skeleton import (
     load_weights,
     skeleton,
 )
+from spotlight_files.model_errors import ModelError
+from spotlight_files.pipeline_files import PipelineFiles, read_json, weight_files
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from spotlight.models.model_errors import storing
+from spotlight_files.model_errors import storing
 
 _log = logging.getLogger(__name__)
 _CALLED = ("diffusers", "transformers", "tokenizers", "sentencepiece", "ftfy", "pillow", "torchvision")

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from spotlight.models.condition import Condition, Instruction, ModelInput
-from spotlight.models.model_errors import ModelError
-from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
 from spotlight.models.text.embeddings import EmbeddingsCache
+from spotlight_files.model_errors import ModelError
+from spotlight_files.pipeline_files import PipelineComponent, PipelineFiles
 
 _log = logging.getLogger(__name__)
 

@@ -30,8 +30,6 @@ from spotlight.models.kernels.attention import use_attention
 from spotlight.models.kernels.cuda_graphs import capture_forwards
 from spotlight.models.kernels.fused import use_fused
 from spotlight.models.kernels.regional import compile_blocks
-from spotlight.models.lora_file import read_lora
-from spotlight.models.model_errors import ModelError
 from spotlight.models.peft_layers import LoraSpec, check_targets, fuse
 from spotlight.models.shared.transformer_files import weight_sources
 from spotlight.models.slots import CopySlots, LoraSlots, Slot, WeightSlots
@@ -45,6 +43,8 @@ from spotlight.scheduler.types import Purpose
 from spotlight.store.run_store import default_cache
 from spotlight.testbed import pipeline_directory
 from spotlight.training.settings import adapter_type, autocast_type
+from spotlight_files.lora_file import read_lora
+from spotlight_files.model_errors import ModelError
 from spotlight_rewards.base.errors import ConfigError, Problem
 from spotlight_rewards.pool.gpu_placement import (
     VISIBLE,

@@ -9,9 +9,9 @@ from spotlight.config.schema import RunConfig
 from spotlight.dry_run.fitting import Needs
 from spotlight.dry_run.model_plan import ModelSizes, bind_targets, lora_parameters, planned_files, read_sizes
 from spotlight.dry_run.reward_plan import reward_places
-from spotlight.models.model_errors import ModelError
-from spotlight.models.pipeline_files import PipelineFiles
 from spotlight.registry import FAMILIES
+from spotlight_files.model_errors import ModelError
+from spotlight_files.pipeline_files import PipelineFiles
 from spotlight_plan.commands.fit.fit import Fit, fit
 
 SIDE_PX, RANK = 512, 32

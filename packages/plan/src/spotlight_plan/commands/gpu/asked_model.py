@@ -13,9 +13,9 @@ from spotlight.data.media_size import media_size
 from spotlight.data.section_names import under
 from spotlight.dry_run.memory_plan import timesteps_per_pass
 from spotlight.dry_run.model_plan import ModelSizes, NotHere, family_of, planned_files, read_sizes
-from spotlight.models.model_errors import ModelError
-from spotlight.models.pipeline_files import PipelineFiles
 from spotlight.registry import FAMILIES
+from spotlight_files.model_errors import ModelError
+from spotlight_files.pipeline_files import PipelineFiles
 from spotlight_rewards.base.errors import did_you_mean
 
 if TYPE_CHECKING:

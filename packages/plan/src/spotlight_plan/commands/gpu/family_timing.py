@@ -18,11 +18,11 @@ from spotlight.models.experts import denoisers
 from spotlight.models.family import ModelFamily
 from spotlight.models.kernels.fused import fuse_blocks, missing
 from spotlight.models.media import MediaSize
-from spotlight.models.pipeline_files import PipelineFiles
 from spotlight.models.shared.flop_count import ForwardLog
 from spotlight.models.slots import LoraSlots
 from spotlight.training.device_memory import release
 from spotlight.training.recompute import Mode, recompute
+from spotlight_files.pipeline_files import PipelineFiles
 from spotlight_kernels.measure.device_rates import timed_s
 from spotlight_plan.commands.gpu.gpu_report import DENOISING, UPDATE, FewBlocks, PassTime
 from spotlight_plan.commands.gpu.random_blocks import random_adapters, random_blocks

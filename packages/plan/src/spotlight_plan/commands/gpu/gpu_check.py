@@ -21,8 +21,8 @@ from rich.console import Console
 import spotlight
 from spotlight.data.media_size import media_size
 from spotlight.models.kernels import attention
-from spotlight.models.model_errors import ModelError
 from spotlight.training.device_memory import free_bytes, release
+from spotlight_files.model_errors import ModelError
 from spotlight_kernels.measure.device_rates import copy_bytes_s, product_flop_s
 from spotlight_kernels.measure.peak_rates import peak_of
 from spotlight_plan.commands.gpu.asked_model import AskedModel

@@ -17,9 +17,9 @@ from torch import Tensor
 from spotlight.models.experts import denoisers
 from spotlight.models.family import ModelFamily
 from spotlight.models.peft_layers import LoraSpec
-from spotlight.models.pipeline_files import PipelineFiles
 from spotlight.models.skeleton import filling, skeleton
 from spotlight.models.slots import LoraSlots
+from spotlight_files.pipeline_files import PipelineFiles
 
 KINDS = ("num_layers", "num_single_layers", "n_layers")
 """Keys of configurations that count blocks of a kind."""

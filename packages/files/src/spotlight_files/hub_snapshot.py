@@ -15,8 +15,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Protocol
 
-from spotlight.models.model_errors import ModelError
-from spotlight.models.pipeline_files import (
+from spotlight_files.model_errors import ModelError
+from spotlight_files.pipeline_files import (
     PICKLED,
     PipelineComponent,
     PipelineFiles,
@@ -69,7 +69,7 @@ class SnapshotManifest:
 
 
 def wanted_of(hub_id: str, revision: str | None, components: Mapping[str, PipelineComponent]) -> WantedModel:
-    """What :func:`spotlight.models.pipeline_files.locate` would download."""
+    """What :func:`spotlight_files.pipeline_files.locate` would download."""
     weights = tuple(name for name, part in components.items() if part.weights and not part.lazy)
     return WantedModel(hub_id, revision, tuple(hub_patterns(components)), weights)
 

@@ -1,4 +1,4 @@
-"""LoRA files under the names of :mod:`spotlight.models.lora_names`."""
+"""LoRA files under the names of :mod:`spotlight_files.lora_names`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from spotlight.models.lora_file import part_prefix
-from spotlight.models.lora_names import LayerNames, Layout
-from spotlight.models.model_errors import ModelError
+from spotlight_files.lora_file import part_prefix
+from spotlight_files.lora_names import LayerNames, Layout
+from spotlight_files.model_errors import ModelError
 from spotlight_rewards.base.files import fsync_path
 
 
@@ -30,7 +30,7 @@ def save_renamed(
     B is written times alpha / rank, so nothing has to be scaled; kohya's alphas are the ranks.
 
     Args:
-        layers: see :func:`spotlight.models.pipeline_export.save_lora`.
+        layers: see :func:`spotlight_files.pipeline_export.save_lora`.
         transformers: how many rows the weight of a layer has, by diffusers' name, of each component.
 
     Raises:

@@ -15,8 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from spotlight.models.model_errors import ModelError
-from spotlight.models.pipeline_files import download, is_hub_id, read_json
+from spotlight_files.model_errors import ModelError
+from spotlight_files.pipeline_files import download, is_hub_id, read_json
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
 """The file name that ``load_lora_weights(directory)`` expects."""

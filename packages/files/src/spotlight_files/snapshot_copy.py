@@ -20,8 +20,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from spotlight.cluster.model_files.hub_list import Listed, require_listed
-from spotlight.cluster.model_files.hub_snapshot import (
+from spotlight_files.hub_list import Listed, require_listed
+from spotlight_files.hub_snapshot import (
     FileSource,
     PendingBytes,
     SnapshotFile,
@@ -31,7 +31,7 @@ from spotlight.cluster.model_files.hub_snapshot import (
     require_fit,
 )
 
-log = logging.getLogger("spotlight.cluster.model_files")
+log = logging.getLogger("spotlight.files")
 
 CHUNK_BYTES = 16 * 2**20
 _AHEAD = 3

@@ -17,8 +17,19 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from spotlight.cluster.model_files.hub_list import asked_hub
-from spotlight.cluster.model_files.hub_snapshot import (
+from spotlight.cluster.nodes.drain import draining_nodes
+from spotlight.cluster.nodes.listing import RayNode, read_view
+from spotlight.cluster.nodes.node_list import NodeList
+from spotlight.cluster.remote_calls import cause_of
+from spotlight.config.schema import RunConfig
+from spotlight.dry_run.model_plan import planned_files
+from spotlight.registry import FAMILIES
+from spotlight.scheduler.types import NodeKind
+from spotlight.testbed import pipeline_directory
+from spotlight.weights.locks import held
+from spotlight.weights.weight_errors import WeightsError
+from spotlight_files.hub_list import asked_hub
+from spotlight_files.hub_snapshot import (
     ModelFileServer,
     PendingBytes,
     SnapshotManifest,
@@ -30,21 +41,10 @@ from spotlight.cluster.model_files.hub_snapshot import (
     on_disk,
     wanted_of,
 )
-from spotlight.cluster.model_files.snapshot_copy import fetch_snapshot
-from spotlight.cluster.nodes.drain import draining_nodes
-from spotlight.cluster.nodes.listing import RayNode, read_view
-from spotlight.cluster.nodes.node_list import NodeList
-from spotlight.cluster.remote_calls import cause_of
-from spotlight.config.schema import RunConfig
-from spotlight.dry_run.model_plan import planned_files
-from spotlight.models.pipeline_files import PipelineFiles, is_hub_id, without_transformer_weights
-from spotlight.registry import FAMILIES
-from spotlight.scheduler.types import NodeKind
-from spotlight.testbed import pipeline_directory
-from spotlight.weights.locks import held
-from spotlight.weights.weight_errors import WeightsError
+from spotlight_files.pipeline_files import PipelineFiles, is_hub_id, without_transformer_weights
+from spotlight_files.snapshot_copy import fetch_snapshot
 
-log = logging.getLogger("spotlight.cluster.model_files")
+log = logging.getLogger("spotlight.files")
 
 _START_S = 60.0
 

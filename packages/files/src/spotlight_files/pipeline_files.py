@@ -10,15 +10,13 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 
-from spotlight.models.model_errors import ModelError
-from spotlight_rewards.registry import RegistryError
+from spotlight_files.model_errors import ModelError
 
 if TYPE_CHECKING:
     from hashlib import _Hash
@@ -111,10 +109,10 @@ class PipelineFiles:
 
 def locate(
     path: str | Path,
-    *,
     revision: str | None,
     pipeline_class: str,
     components: Mapping[str, PipelineComponent],
+    remedy: Callable[[object], str] = lambda _: "Name another path",
 ) -> PipelineFiles:
     """Find a pipeline directory, or download a hub id, and check its content.
 
@@ -123,6 +121,7 @@ def locate(
         revision: branch, tag or commit of a hub id; None: its main branch.
         pipeline_class: the ``_class_name`` expected in ``model_index.json``.
         components: requirements per folder.
+        remedy: what to do about a pipeline of another class, by its ``_class_name``.
 
     Raises:
         ModelError: nothing found, another pipeline, a missing component, bad weights, or an unreachable hub.
@@ -137,21 +136,12 @@ def locate(
     index = read_json(index_path)
     found_class = index.get("_class_name")
     if found_class != pipeline_class:
-        remedy = _family_remedy(found_class)
-        raise ModelError(f"{index_path} describes a {found_class}; expected a {pipeline_class}. {remedy}")
+        raise ModelError(
+            f"{index_path} describes a {found_class}; expected a {pipeline_class}. {remedy(found_class)}"
+        )
     for name, component in components.items():
         _check_component(files, name, component)
     return files
-
-
-def _family_remedy(pipeline_class: object) -> str:
-    from spotlight.registry import FAMILIES  # here: families read their files with this module
-
-    for name in FAMILIES:
-        with suppress(RegistryError):  # a broken package is reported where its family is asked for
-            if FAMILIES.load(name).pipeline_class == pipeline_class:
-                return f"Set model.family={name}, or name another model.path"
-    return f"Name another model.path: the families are {', '.join(FAMILIES)}"
 
 
 def _local(root: Path, revision: str | None) -> PipelineFiles | None:

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from spotlight.models.lora_file import LORA_FILE, TRANSFORMER, lora_folder, part_prefix
-from spotlight.models.model_errors import ModelError
-from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
-from spotlight.models.skeleton import keeps_float32
+from spotlight_files.lora_file import LORA_FILE, TRANSFORMER, lora_folder, part_prefix
+from spotlight_files.model_errors import ModelError
+from spotlight_files.pipeline_files import PipelineComponent, PipelineFiles
 from spotlight_rewards.base.files import fsync_path, fsync_tree
 
 _INDEX = "model_index.json"
@@ -74,6 +73,12 @@ def save_lora(
         for changed in (folder, folder.parent):
             fsync_path(changed)
     return written
+
+
+def keeps_float32(kind: type[nn.Module], name: str) -> bool:
+    """Whether diffusers keeps this tensor in float32 when it loads the class in another dtype."""
+    kept: Iterable[str] | None = getattr(kind, "_keep_in_fp32_modules", None)
+    return not set(kept or ()).isdisjoint(name.split("."))
 
 
 def _file_names(keys: Sequence[str], native: Mapping[str, str]) -> list[str]:

@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from spotlight.cluster.model_files.hub_snapshot import SnapshotManifest, SourceLostError, WantedModel
+from spotlight_files.hub_snapshot import SnapshotManifest, SourceLostError, WantedModel
 
-log = logging.getLogger("spotlight.cluster.model_files")
+log = logging.getLogger("spotlight.files")
 
 _ANSWERS_S = 10.0
 
