@@ -9,7 +9,6 @@ from collections import defaultdict
 from pathlib import Path
 
 from scripts.marked_part import write_part
-
 from spotlight.scheduler.stages import TRANSITIONS, Stage, Trigger
 
 PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"

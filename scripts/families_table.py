@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scripts.marked_part import read_part, write_part
-
 from spotlight.models.family import ModelFamily
 from spotlight.registry import FAMILIES
 

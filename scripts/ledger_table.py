@@ -11,7 +11,6 @@ from contextlib import closing
 from pathlib import Path
 
 from scripts.marked_part import write_part
-
 from spotlight.store.ledger.ledger_schema import SCHEMA
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "howto" / "query-the-ledger.md"

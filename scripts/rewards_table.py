@@ -17,7 +17,6 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 from scripts.marked_part import write_part
-
 from spotlight_rewards.commands.rewards_command import registered_rewards
 
 ROOT = Path(__file__).parents[1]

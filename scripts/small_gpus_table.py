@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from scripts.marked_part import write_part
-
 from spotlight.dry_run.fitting_sizes import USABLE
 from spotlight_plan.commands.fit.published import published_fits
 
