@@ -355,7 +355,9 @@ def _print_plan(config: RunConfig, arguments: Sequence[str], ranks: int | None) 
     from spotlight.cli.runs.plan_table import print_plan
     from spotlight.cluster.local.emulation import require_learner_room
     from spotlight.cluster.local.fleet_plan import plan_fleet
+    from spotlight.dry_run.estimating import estimate_run
     from spotlight.dry_run.run_plan import make_plan
+    from spotlight.report.wording import estimate_words
     from spotlight.runtime.preflight import finished_note, finished_summary, require_disk, require_startable
     from spotlight.runtime.resuming.course import planned_changes
     from spotlight.store.run_store import Wanted, default_cache, stored_runs
@@ -377,12 +379,15 @@ def _print_plan(config: RunConfig, arguments: Sequence[str], ranks: int | None) 
             if finished is None
             else [f"This run {finished_note(config, finished)}"]
         )
+        estimate = estimate_run(config, int(os.environ.get("WORLD_SIZE", ranks or 1)))
     console = Console(highlight=False)
     for each in notes:
         console.print(Text(each), soft_wrap=True)
     print_plan(console, config, plan, fleet, kept)
     shown = shlex.join(["spotlight", "config", *arguments])
     console.print(Text(f"Every key of this configuration: {shown}"), soft_wrap=True)
+    said = f"needs {estimate}." if isinstance(estimate, str) else estimate_words(estimate)
+    console.print(Text(f"Estimate: {said}"), soft_wrap=True)
 
 
 def _run(
