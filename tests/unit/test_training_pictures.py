@@ -9,14 +9,14 @@ from threading import Event
 import numpy as np
 import pytest
 
-from spotlight.runtime import training_pictures
-from spotlight.runtime.training_pictures import GROUPS, TrainingPictures, best_and_worst
 from spotlight.scheduler.types import RolloutId
+from spotlight.store import training_pictures
 from spotlight.store.images import Tile, drawn_iterations, drop_pictures, read_tile_note
 from spotlight.store.metrics import MetricsRow, MetricsWriter
 from spotlight.store.picture_names import TRAINING, tiles_of
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.shown_media import ShownMedia
+from spotlight.store.training_pictures import GROUPS, TrainingPictures, best_and_worst
 from spotlight_rewards.base.file_errors import StoreError
 
 PICTURE = np.zeros((8, 8, 3), dtype=np.uint8)

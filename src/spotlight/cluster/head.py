@@ -42,8 +42,7 @@ from spotlight.models.shared.flop_count import Compute
 from spotlight.rollout.serialization import unpack_image
 from spotlight.runtime.assembly.preview_settings import report_note, report_row
 from spotlight.runtime.observer import Observer
-from spotlight.runtime.recorder import Picture, RunRecorder, shown
-from spotlight.runtime.training_pictures import shown_in_step
+from spotlight.runtime.recorder import Picture, RunRecorder, shown, shown_in_step
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.controller import Controller

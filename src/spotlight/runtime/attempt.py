@@ -27,7 +27,6 @@ from spotlight.runtime.observer import Observer
 from spotlight.runtime.preflight import require_same_prompts
 from spotlight.runtime.recorder import RunRecorder
 from spotlight.runtime.resuming.course import changed_course
-from spotlight.runtime.training_pictures import TrainingPictures
 from spotlight.scheduler.types import WorkerId
 from spotlight.store.checkpoints import Checkpoint, CheckpointStore
 from spotlight.store.images import drop_pictures
@@ -40,6 +39,7 @@ from spotlight.store.run_directory import RunDirectory
 from spotlight.store.run_estimate import write_estimate
 from spotlight.store.run_summary import RunSummary
 from spotlight.store.sinks import open_sinks
+from spotlight.store.training_pictures import TrainingPictures
 from spotlight.training.sharding import Ranks
 from spotlight_rewards.base.file_errors import StoreError
 from spotlight_rewards.reward import RewardSetupError, same_scorer

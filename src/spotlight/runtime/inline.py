@@ -35,8 +35,7 @@ from spotlight.runtime.assembly.preview_settings import report_note, report_row
 from spotlight.runtime.clock import PhaseClock
 from spotlight.runtime.main_turn import MainTurn
 from spotlight.runtime.observer import NotScored, Observer
-from spotlight.runtime.recorder import Picture, Recorder, shown
-from spotlight.runtime.training_pictures import shown_in_step
+from spotlight.runtime.recorder import Picture, Recorder, shown, shown_in_step
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.controller import Controller

@@ -18,8 +18,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from spotlight.runtime.training_pictures import TrainingPictures
 from spotlight.runtime.validation import Validation, summarise
+from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.effects import CommitCheckpoint, GrantLease, ReportEvaluation, ReportPipeline
 from spotlight.scheduler.records import REWARD, Record
 from spotlight.scheduler.types import Phase, Rollout, RolloutId, WorkerId
@@ -29,6 +29,7 @@ from spotlight.store.ledger.sqlite_ledger import GpuSpend, GrantedLease, SqliteL
 from spotlight.store.manifest import CheckpointHeader
 from spotlight.store.metrics import VALIDATION, MetricsRow, MetricsWriter, best_iterations, read_metrics
 from spotlight.store.run_directory import RunPaths
+from spotlight.store.training_pictures import TrainingPictures, best_and_worst
 from spotlight.training.learner import Learner
 from spotlight.training.sharding import Ranks
 from spotlight_rewards.base.file_errors import StoreError
@@ -73,7 +74,7 @@ class Recorder(Protocol):
         """Begin to keep pictures of training groups.
 
         Args:
-            shown: scores by rollout, as :func:`~spotlight.runtime.training_pictures.shown_in_step` says.
+            shown: scores by rollout, as :func:`shown_in_step` says.
         """
 
     def pipeline(self, effect: ReportPipeline) -> None:
@@ -331,6 +332,22 @@ def _reference(path: str) -> Picture:
 def _save_learner(learner: Learner, directory: Path | None, ranks: Ranks) -> None:
     (chosen, *_) = ranks.share(str(directory) if directory else "")
     learner.save(Path(chosen) / LEARNER_FOLDER)
+
+
+def shown_in_step(controller: Controller, every: int) -> dict[Rollout, Mapping[str, float]]:
+    """What to keep of an iteration whose optimizer is about to step, with its scores; best, worst, best, ...
+
+    Empty after the first step, and in all iterations but each ``every``-th and the last one. What is stored
+    at the first step is what is trained, whichever policies left samples out or trained parts early.
+    """
+    iteration, training, current = controller.iteration, controller.training, controller.work.current
+    due = every > 0 and (iteration % every == 0 or iteration == controller.plan.iterations - 1)
+    if not due or len(training.trained_in) > 1:
+        return {}
+    kept = current.finished & current.scores.keys()
+    groups = [[name for name in members if name in kept] for members in current.groups.values()]
+    pairs = best_and_worst(groups, {name: current.scores[name][REWARD] for name in kept})
+    return {current.rollouts[name]: current.scores[name] for pair in pairs for name in pair}
 
 
 def shown(rollouts: Sequence[Rollout], prompts: int, images: int) -> list[Rollout]:

@@ -1,7 +1,6 @@
 """Best and worst picture of a few training groups, with all their rewards, every few iterations.
 
-They are chosen when an iteration's first optimizer step is due: what is stored then is what is trained,
-whichever policies left samples out or trained parts early. A thread encodes them beside the run's work.
+A thread encodes them beside the run's work.
 """
 
 from __future__ import annotations
@@ -12,9 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
 
-from spotlight.scheduler.controller import Controller
-from spotlight.scheduler.records import REWARD
-from spotlight.scheduler.types import Rollout, RolloutId
+from spotlight.scheduler.types import RolloutId
 from spotlight.store.images import Tile, keep_tiles
 from spotlight.store.metrics import MetricsWriter
 from spotlight.store.picture_names import TRAINING
@@ -41,21 +38,6 @@ def best_and_worst(
     widest = max(ends, key=lambda pair: value(pair[0]) - value(pair[1]))
     evenly = (ends[at * len(ends) // GROUPS] for at in range(GROUPS))
     return list(dict.fromkeys([highest, widest, *evenly]))[:GROUPS]
-
-
-def shown_in_step(controller: Controller, every: int) -> dict[Rollout, Mapping[str, float]]:
-    """What to keep of an iteration whose optimizer is about to step, with its scores; best, worst, best, ...
-
-    Empty after the first step, and in all iterations but each ``every``-th and the last one.
-    """
-    iteration, training, current = controller.iteration, controller.training, controller.work.current
-    due = every > 0 and (iteration % every == 0 or iteration == controller.plan.iterations - 1)
-    if not due or len(training.trained_in) > 1:
-        return {}
-    kept = current.finished & current.scores.keys()
-    groups = [[name for name in members if name in kept] for members in current.groups.values()]
-    pairs = best_and_worst(groups, {name: current.scores[name][REWARD] for name in kept})
-    return {current.rollouts[name]: current.scores[name] for pair in pairs for name in pair}
 
 
 class TrainingPictures:
