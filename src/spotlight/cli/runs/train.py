@@ -496,7 +496,8 @@ def in_a_folder(config: RunConfig, note: Callable[[str], None]) -> Iterator[RunC
             "Start the ranks with --ranks, or set runs_dir to a folder."
         )
     cache = config.cache_dir or default_cache()
-    with found.store.work(found.address, config.name, cache, note) as runs_dir:
+    cluster = config.fleet.address if config.fleet.address not in (None, "auto") else ""
+    with found.store.work(found.address, config.name, cache, note, cluster) as runs_dir:
         yield config.model_copy(update={"runs_dir": runs_dir})
 
 
