@@ -45,6 +45,7 @@ FAMILIES: Registry[type[ModelFamily]] = Registry(
         "z-image": "spotlight.models.families.z_image:ZImage",
         "flux2-klein": "spotlight.models.families.flux2_klein:Flux2Klein",
         "flux": "spotlight.models.families.flux:Flux",
+        "flux-kontext": "spotlight.models.families.flux_kontext:FluxKontext",
         "sd3": "spotlight.models.families.sd3:StableDiffusion3",
         "wan": "spotlight.models.families.wan:Wan",
         "hunyuan-video": "spotlight.models.families.hunyuan_video:HunyuanVideo",

@@ -121,6 +121,7 @@ COMFYUI: Mapping[str, Rules | None] = {
     "qwen-image": None,  # its code has diffusers' names
     "qwen-image-edit": None,
     "flux": {**double(GELU, ("0", "2")), **SINGLE},
+    "flux-kontext": {**double(GELU, ("0", "2")), **SINGLE},
     "flux2-klein": FLUX2,
     "sd3": SD3,
     "z-image": z_image("qkv", "out"),

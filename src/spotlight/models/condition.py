@@ -18,6 +18,8 @@ EMBEDS, NEGATIVE_EMBEDS = "embeds", "negative_embeds"
 
 REFERENCES, GRIDS = "references", "grids"
 """Packed latents of a condition's reference pictures, one after another; rows and columns of each."""
+OF_PICTURES = (REFERENCES, GRIDS)
+"""What a prompt and its negative prompt share: what their reference pictures are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +70,16 @@ class Condition:
             if tensor.ndim > 1 and tensor.is_floating_point() and name != NEGATIVE_EMBEDS
         )
 
-    @property
-    def negative(self) -> Condition | None:
-        """Of the negative prompt about the same reference pictures; None: it is the same for all prompts."""
-        embeds = self.tensors.get(NEGATIVE_EMBEDS)
-        return None if embeds is None else Condition({**self.tensors, EMBEDS: embeds})
+    def negative(self, common: Condition) -> Condition:
+        """Of the negative prompt about the same reference pictures.
+
+        Args:
+            common: of the negative prompt about none.
+        """
+        own = {name: self.tensors[name] for name in OF_PICTURES if name in self.tensors}
+        if (embeds := self.tensors.get(NEGATIVE_EMBEDS)) is not None:
+            own[EMBEDS] = embeds
+        return Condition({**common.tensors, **own})
 
     def to(self, device: torch.device | str) -> Condition:
         return Condition({name: tensor.to(device) for name, tensor in self.tensors.items()}, self.checksum)

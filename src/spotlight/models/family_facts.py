@@ -282,9 +282,10 @@ class FamilyTraits:
     """Code that makes diffusers' ``pipe`` take the steps of :meth:`set_timesteps`, where it would not."""
     text_recipe: ClassVar[str] = ""
     """Whatever :meth:`embed` depends on besides diffusers' code, e.g. a prompt template."""
+    references_max: ClassVar[float] = 0
+    """Most reference pictures of a prompt, which needs one then; 0: it takes none."""
     reference_tokens: ClassVar[int] = 0
-    """For plans, tokens that a reference picture adds to a forward, if the family edits pictures: its prompts
-    are instructions about some. 0: it takes none."""
+    """For plans, tokens that a reference picture adds to a forward."""
     text_tokens_max: ClassVar[int] = 1024
     """Largest ``max_text_tokens``."""
     text_multiple: ClassVar[int] = 1
