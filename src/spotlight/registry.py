@@ -48,6 +48,7 @@ FAMILIES: Registry[type[ModelFamily]] = Registry(
         "flux-kontext": "spotlight.models.families.flux_kontext:FluxKontext",
         "sd3": "spotlight.models.families.sd3:StableDiffusion3",
         "wan": "spotlight.models.families.wan:Wan",
+        "wan-i2v": "spotlight.models.families.wan_i2v:WanI2V",
         "hunyuan-video": "spotlight.models.families.hunyuan_video:HunyuanVideo",
     },
     base="spotlight.models.family:ModelFamily",

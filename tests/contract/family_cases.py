@@ -29,16 +29,31 @@ from spotlight.testing.family_contract import FamilyCase, Setting, call_video_pi
 VARIANTS = range(4)
 
 
-def instructions(prompts: Sequence[str], negative: str = " ") -> Sequence[Instruction]:
+def instructions(
+    prompts: Sequence[str], negative: str = " ", size: MediaSize | None = None
+) -> Sequence[Instruction]:
     """About one picture or, with an even number of words, about two: their shapes differ in a batch."""
     return [
-        Instruction(prompt, PICTURES[: 1 + (len(prompt.split()) % 2 == 0)], negative) for prompt in prompts
+        Instruction(prompt, PICTURES[: 1 + (len(prompt.split()) % 2 == 0)], negative, size or _EDITED)
+        for prompt in prompts
     ]
 
 
-def about_a_picture(prompts: Sequence[str], negative: str = " ") -> Sequence[Instruction]:
+def about_a_picture(
+    prompts: Sequence[str], negative: str = " ", size: MediaSize | None = None
+) -> Sequence[Instruction]:
     """About one of two pictures of other shapes, by the number of words."""
-    return [Instruction(prompt, (PICTURES[len(prompt.split()) % 2],), negative) for prompt in prompts]
+    return [
+        Instruction(prompt, (PICTURES[len(prompt.split()) % 2],), negative, size or _EDITED)
+        for prompt in prompts
+    ]
+
+
+def animations(
+    prompts: Sequence[str], negative: str = " ", size: MediaSize | None = None
+) -> Sequence[Instruction]:
+    """As :func:`about_a_picture`, for videos."""
+    return about_a_picture(prompts, negative, size or _VIDEO)
 
 
 def _parts_but_the_processor(directory: Path) -> dict[str, Any]:
@@ -47,7 +62,7 @@ def _parts_but_the_processor(directory: Path) -> dict[str, Any]:
     return {
         name: getattr(importlib.import_module(entry[0]), entry[1]).from_pretrained(directory / name)
         for name, entry in index.items()
-        if isinstance(entry, list) and name not in ("processor", "sample_sigmas")
+        if isinstance(entry, list) and entry[0] and name not in ("processor", "sample_sigmas")
     }
 
 
@@ -68,9 +83,16 @@ def load_qwen_image_edit(directory: Path) -> Any:
     )
 
 
+def load_wan_i2v(directory: Path) -> Any:
+    """Without torchvision."""
+    settings = json.loads((directory / "model_index.json").read_text())
+    own = {key: settings[key] for key in ("boundary_ratio", "expand_timesteps") if key in settings}
+    return diffusers.WanImageToVideoPipeline(**_parts_but_the_processor(directory), **own)
+
+
 def call_with_pictures(pipe: Any, family: ModelFamily, latents: torch.Tensor, setting: Setting) -> np.ndarray:
     """One prompt at a time: the pipelines take no pictures for each of several."""
-    inputs = CASES[family.name].inputs(setting.prompts)
+    inputs = CASES[family.name].inputs(setting.prompts, setting.negative, setting.size)
     made = [
         pipe(
             shown[0] if family.references_max == 1 else shown,
@@ -130,7 +152,7 @@ def call_flux2_klein(pipe: Any, family: ModelFamily, latents: torch.Tensor, sett
 # Both sides read references at these sizes; the real ones, 384² and 1024², take minutes.
 pipeline_qwenimage_edit_plus.CONDITION_IMAGE_SIZE = 112 * 112
 pipeline_qwenimage_edit_plus.VAE_IMAGE_SIZE = 96 * 96
-pipeline_flux_kontext.PREFERRED_KONTEXT_RESOLUTIONS = [(64, 128), (96, 96), (128, 64)]
+pipeline_flux_kontext.PREFERRED_KONTEXT_RESOLUTIONS = [(64, 96), (96, 64), (160, 64)]
 PICTURES = tuple(
     str(Path(__file__).parents[2] / "examples" / "prompts" / "pictures" / name)
     for name in ("house.png", "tree.png")
@@ -244,6 +266,22 @@ CASES: Mapping[str, FamilyCase] = {
             call=call_video_pipeline,
             wide={"num_layers": 16, "ffn_dim": 1024, **_WIDE},  # ratios of published models: 2.7 to 5.8
             first=(2, 3),  # two transformers, and a noise level per token
+            trained=(0, 2, 3),
+        ),
+        FamilyCase(
+            "wan-i2v",
+            _VIDEO,
+            (
+                Setting(_PICTURE, 1),
+                Setting(_VIDEO, 10, scale=5.0, negative="a green square, blurred"),
+                Setting(MediaSize(48, 32, frames=9), 3, scale=1.5),
+            ),
+            max_text_tokens=512,
+            call=call_with_pictures,
+            load=load_wan_i2v,
+            inputs=animations,
+            wide={"num_layers": 16, "ffn_dim": 1024, **_WIDE},
+            first=(0, 3),  # with an image encoder, and a noise level per token
             trained=(0, 2, 3),
         ),
         FamilyCase(

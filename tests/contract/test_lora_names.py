@@ -126,6 +126,7 @@ COMFYUI: Mapping[str, Rules | None] = {
     "sd3": SD3,
     "z-image": z_image("qkv", "out"),
     "wan": WAN,
+    "wan-i2v": WAN,
     "hunyuan-video": hunyuan(".", ("0", "2")),
 }
 KOHYA = {**COMFYUI, "z-image": z_image("", "to_out.0"), "hunyuan-video": hunyuan("_", ("fc1", "fc2"))}

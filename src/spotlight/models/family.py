@@ -254,7 +254,7 @@ class ModelFamily(FamilyTraits, ABC):
         dimensions = self.dimensions
         if self.packed:
             return dimensions.tokens(size), dimensions.channels
-        channels: int = self.config.in_channels
+        channels: int = self.config.get("out_channels") or self.config.in_channels
         patch = math.isqrt(dimensions.channels // channels)
         frames = (dimensions.latent_frames(size),) if self.video else ()
         rows, columns = dimensions.grid(size)

@@ -47,19 +47,12 @@ class FluxKontext(Flux):
         reference = {REFERENCES: (self.reference_tokens, self.dimensions.channels), GRIDS: (1, 2)}
         return super().condition_shapes(text_tokens) | reference
 
-    def embed(self, pipeline: Any, prompt: str) -> dict[str, Tensor]:
-        """Without a reference picture, as of the run's negative prompt; prompts to draw need one."""
-        return self.embed_instruction(pipeline, Instruction(prompt, (), prompt))
-
     def embed_instruction(self, pipeline: Any, instruction: Instruction) -> dict[str, Tensor]:
         """The pipeline's own embeddings, and its latents of the reference."""
-        text = super().embed(pipeline, instruction.text)
-        latents = [self._reference(path) for path in instruction.references]
-        grids = [[latent.shape[2] // 2, latent.shape[3] // 2] for latent in latents]
-        tokens = [pack(latent)[0].to(self.dtype) for latent in latents]
-        none = text["embeds"].new_zeros(0, self.dimensions.channels)
-        positions = torch.tensor(grids, dtype=torch.int64).reshape(-1, 2)
-        return text | {REFERENCES: torch.cat([none, *tokens]), GRIDS: positions}
+        latents = self._reference(*instruction.references)
+        grid = [[latents.shape[2] // 2, latents.shape[3] // 2]]
+        found = {REFERENCES: pack(latents)[0].to(self.dtype), GRIDS: torch.tensor(grid)}
+        return super().embed(pipeline, instruction.text) | found
 
     def _reference(self, path: str) -> Tensor:
         """Normalised latents [1, channels, height, width]."""
@@ -86,12 +79,12 @@ class FluxKontext(Flux):
     ) -> Tensor:
         """Rows whose references have equal shapes share a forward; the picture is its output's head."""
         drawn, tokens = self.positions(self.dimensions.grid(size)), latents.shape[1]
-        grids = [tuple((rows, columns) for rows, columns in each.tolist()) for each in condition.rows(GRIDS)]
+        grids = [(rows, columns) for rows, columns in condition[GRIDS][:, 0].tolist()]
 
-        def run(shapes: tuple[tuple[int, int], ...], rows: list[int]) -> Tensor:
-            seen = condition[REFERENCES][rows, : sum(math.prod(shape) for shape in shapes)]
+        def run(grid: tuple[int, int], rows: list[int]) -> Tensor:
+            seen = condition[REFERENCES][rows, : math.prod(grid)]
             inputs = torch.cat([latents[rows], seen], dim=1), sigma[rows], condition.at(torch.tensor(rows))
-            positions = torch.cat([drawn, *(self.positions(shape, 1) for shape in shapes)])
+            positions = torch.cat([drawn, self.positions(grid, 1)])
             return self.forward(model, *inputs, embedded, positions)[:, :tokens]
 
         return by_kind(model, grids, run)

@@ -101,19 +101,21 @@ class QwenImageEdit(QwenImage):
 
     def embed(self, pipeline: Any, prompt: str) -> dict[str, Tensor]:
         """Without a reference picture, as of the run's negative prompt; prompts to draw need one."""
-        return self.embed_instruction(pipeline, Instruction(prompt, (), prompt))
+        return self._about(pipeline, prompt, prompt, ())
 
     def embed_instruction(self, pipeline: Any, instruction: Instruction) -> dict[str, Tensor]:
         """The pipeline's own embeddings, and its latents of the references."""
-        pictures = [open_reference(path) for path in instruction.references]
-        embeds = self._text(pipeline, instruction.text, pictures)
-        same = instruction.negative == instruction.text
+        return self._about(pipeline, instruction.text, instruction.negative, instruction.references)
+
+    def _about(self, pipeline: Any, text: str, negative: str, references: Sequence[str]) -> dict[str, Tensor]:
+        pictures = [open_reference(path) for path in references]
+        embeds = self._text(pipeline, text, pictures)
         latents = [self._reference(picture) for picture in pictures]
         grids = [[latent.shape[2] // 2, latent.shape[3] // 2] for latent in latents]
         tokens = [pack(latent)[0].to(self.dtype) for latent in latents]
         return {
             EMBEDS: embeds,
-            NEGATIVE_EMBEDS: embeds.clone() if same else self._text(pipeline, instruction.negative, pictures),
+            NEGATIVE_EMBEDS: embeds.clone() if negative == text else self._text(pipeline, negative, pictures),
             REFERENCES: torch.cat([embeds.new_zeros(0, self.dimensions.channels), *tokens]),
             GRIDS: torch.tensor(grids, dtype=torch.int64).reshape(-1, 2),
         }

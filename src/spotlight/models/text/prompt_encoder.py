@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -118,4 +119,4 @@ def _cache_key(prompt: ModelInput) -> str:
     if not isinstance(prompt, Instruction):
         return prompt
     digests = [hashlib.sha256(read_reference(path)).hexdigest() for path in prompt.references]
-    return json.dumps([prompt.text, prompt.negative, digests])
+    return json.dumps([prompt.text, prompt.negative, digests, astuple(prompt.size)])
