@@ -1,20 +1,18 @@
 """Draw the stages of an iteration, as ``scheduler/stages.py`` has them, into ``docs/architecture.md``.
 
-python scripts/draw_stages.py
+python -m scripts.draw_stages
 """
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from pathlib import Path
 
+from scripts.marked_part import write_part
 from spotlight.scheduler.stages import TRANSITIONS, Stage, Trigger
 
 PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
-PLACE = re.compile(
-    r"(?<=<!-- stages: drawn by scripts/draw_stages.py -->\n).*?(?=<!-- end of stages -->)", re.DOTALL
-)
+MARK = "stages: drawn by scripts/draw_stages.py"
 _COMMON = 3
 """A trigger that leads from so many stages to one is put in words: arrows would hide the others."""
 
@@ -37,11 +35,8 @@ def draw() -> str:
 
 
 def main() -> None:
-    """Rewrite the part of the page between the two marks."""
-    page, count = PLACE.subn(lambda _: draw(), PAGE.read_text(encoding="utf-8"))
-    if count != 1:
-        raise SystemExit(f"{PAGE} has {count} places for the diagram of stages; expected one")
-    PAGE.write_text(page, encoding="utf-8")
+    """Draw it into the page."""
+    write_part(PAGE, MARK, draw())
 
 
 if __name__ == "__main__":

@@ -1,20 +1,20 @@
 """Write the tables of model families into ``docs/families.md``: facts from the registry, measured figures.
 
     pytest tests/contract/test_families.py tests/e2e/test_smoke.py --junitxml=build/families.xml
-    python scripts/families_table.py build/families.xml [MORE.xml ..]
+    python -m scripts.families_table build/families.xml [MORE.xml ..]
 
 Figures that no file has stay as they are; without a file, the table of facts alone is renewed.
 """
 
 from __future__ import annotations
 
-import re
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
+from scripts.marked_part import read_part, write_part
 from spotlight.models.family import ModelFamily
 from spotlight.registry import FAMILIES
 
@@ -85,18 +85,12 @@ def figures(reports: Sequence[Path], before: str) -> str:
     return "\n".join([*lines, ""])
 
 
-def place(mark: str) -> re.Pattern[str]:
-    """Where a table stands in the page."""
-    return re.compile(rf"(?<=<!-- {re.escape(mark)} -->\n).*?(?=<!-- end -->)", re.DOTALL)
-
-
 def main(arguments: list[str]) -> None:
     """Rewrite the tables."""
-    text = place(FACTS).sub(lambda _: facts(), PAGE.read_text(encoding="utf-8"), count=1)
-    if arguments and (before := place(FIGURES).search(text)):
-        table = figures([Path(argument) for argument in arguments], before.group())
-        text = place(FIGURES).sub(lambda _: table, text, count=1)
-    PAGE.write_text(text, encoding="utf-8")
+    write_part(PAGE, FACTS, facts())
+    if arguments:
+        reports = [Path(argument) for argument in arguments]
+        write_part(PAGE, FIGURES, figures(reports, read_part(PAGE, FIGURES)))
 
 
 def _yes(value: bool) -> str:

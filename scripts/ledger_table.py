@@ -1,6 +1,6 @@
 """Write the tables of ``ledger.sqlite`` into their page, from the statements that make them.
 
-python scripts/ledger_table.py
+python -m scripts.ledger_table
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
+from scripts.marked_part import write_part
 from spotlight.store.ledger.ledger_schema import SCHEMA
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "howto" / "query-the-ledger.md"
@@ -30,13 +31,8 @@ def table() -> str:
 
 
 def main() -> None:
-    """Write the table between its marks."""
-    text = PAGE.read_text(encoding="utf-8")
-    pattern = rf"(<!-- {re.escape(MARK)} -->\n).*?(<!-- end -->)"
-    written, number = re.subn(pattern, lambda m: m[1] + table() + m[2], text, flags=re.DOTALL)
-    if number != 1:
-        raise SystemExit(f"{PAGE} has {number} places marked {MARK!r}; expected one")
-    PAGE.write_text(written, encoding="utf-8")
+    """Write the table into the page."""
+    write_part(PAGE, MARK, table())
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ The facts also stand in ``packages/rewards/README.md``.
 
     pytest tests/unit/test_rewards_{preference,local_vlm,plain_vlm,ocr_neural}.py \\
         tests/unit/test_geneval_reward.py --junitxml=build/rewards.xml
-    python scripts/rewards_table.py build/rewards.xml
+    python -m scripts.rewards_table build/rewards.xml
 
 Without a file, the table of facts alone is renewed.
 """
@@ -16,6 +16,7 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
+from scripts.marked_part import write_part
 from spotlight_rewards.commands.rewards_command import registered_rewards
 
 ROOT = Path(__file__).parents[1]
@@ -48,21 +49,12 @@ def figures(report: Path) -> str:
     return "\n".join([*lines, ""])
 
 
-def place(mark: str) -> re.Pattern[str]:
-    """Where a table stands in the page."""
-    return re.compile(rf"(?<=<!-- {re.escape(mark)} -->\n).*?(?=<!-- end -->)", re.DOTALL)
-
-
 def main(arguments: list[str]) -> None:
     """Rewrite the tables."""
-    text = place(FACTS).sub(lambda _: facts(), PAGE.read_text(encoding="utf-8"), count=1)
-    README.write_text(
-        place(FACTS).sub(lambda _: facts(), README.read_text(encoding="utf-8"), count=1), encoding="utf-8"
-    )
+    for page in (PAGE, README):
+        write_part(page, FACTS, facts())
     if arguments:
-        table = figures(Path(arguments[0]))
-        text = place(FIGURES).sub(lambda _: table, text, count=1)
-    PAGE.write_text(text, encoding="utf-8")
+        write_part(PAGE, FIGURES, figures(Path(arguments[0])))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
 """Write into ``README.md`` what one small GPU can train, by the memory plan of published models.
 
-python scripts/small_gpus_table.py
+python -m scripts.small_gpus_table
 """
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
+from scripts.marked_part import write_part
 from spotlight.dry_run.fitting_sizes import USABLE
 from spotlight_plan.commands.fit.published import published_fits
 
@@ -43,13 +43,8 @@ def _name(path: str) -> str:
 
 
 def main() -> None:
-    """Write the table between its marks."""
-    text = PAGE.read_text(encoding="utf-8")
-    pattern = rf"(<!-- {re.escape(MARK)} -->\n).*?(<!-- end -->)"
-    written, number = re.subn(pattern, lambda m: m[1] + table() + m[2], text, flags=re.DOTALL)
-    if number != 1:
-        raise SystemExit(f"{PAGE} has {number} places marked {MARK!r}; expected one")
-    PAGE.write_text(written, encoding="utf-8")
+    """Write the table into the page."""
+    write_part(PAGE, MARK, table())
 
 
 if __name__ == "__main__":

@@ -12,12 +12,14 @@ if TYPE_CHECKING:
 
     from typer import Typer
 
+    from spotlight.config.schema import RunConfig
     from spotlight.config.sections.algorithm import AlgorithmSection
     from spotlight.dry_run.fitting import Fitting
     from spotlight.models.family import ModelFamily
     from spotlight.scheduler.fleet.fleet_machine import FleetPolicy
     from spotlight.scheduler.rollouts import PolicyKind
     from spotlight.store.metrics import SinkFactory
+    from spotlight.store.run_estimate import RunPace
     from spotlight.store.run_store import RunStore
     from spotlight_fleet.providers.node_provider import NodeProviderKind
 
@@ -112,6 +114,11 @@ model asked about, its side in pixels (None: the model's own), and where a repor
 
 FITTINGS: Registry[Fitting] = Registry("what --fit fits", "spotlight.fittings", {})
 """What makes a run fit, by what it fits (``gpu``): a :class:`~spotlight.dry_run.fitting.Fitting`."""
+
+PACES: Registry[Callable[[RunConfig, int], RunPace | str]] = Registry("an estimate", "spotlight.paces", {})
+"""How fast a run will be before it has begun, by its configuration and ranks; a string: what that would need.
+One entry, ``plan``.
+"""
 
 FLEET_POLICIES: Registry[type[FleetPolicy]] = Registry(
     "policies",

@@ -18,7 +18,8 @@ from tools.testbed.flow import (
     pack_latents,
     train_flow,
 )
-from tools.testbed.make import Recipe, recipe_hash, reconstruction_quality
+from tools.testbed.make import Recipe, reconstruction_quality
+from tools.testbed.making import recipe_hash
 from tools.testbed.prompts import TAGS, split
 from tools.testbed.scenes import render_all
 from tools.testbed.scores import ScoreRecipe, generate

@@ -300,9 +300,12 @@ def test_another_configuration_of_the_same_name_is_refused(trained: tuple[Path, 
     assert "Traceback" not in result.stderr
 
 
-def test_a_measured_run_tells_the_time_of_the_next(trained: tuple[Path, str], job: Job) -> None:
-    output = invoke("train", "--dry-run", *job.arguments(NAME, "iterations=9")).output
-    assert "median measured in" in " ".join(output.split())
+def test_a_dry_run_ends_with_an_estimate_or_with_what_it_needs(trained: tuple[Path, str], job: Job) -> None:
+    wanted = job.arguments(NAME, "learner.micro_batch_size=2", "iterations=9")
+    assert "Estimate: needs three iterations of it" in invoke("train", "--dry-run", *wanted).output
+    demo = "name=new", f"runs_dir={job.root}", "iterations=9"
+    last = invoke("train", "--dry-run", *demo).output.splitlines()[-1]
+    assert re.match(r"Estimate: \S+ \(\S+ to \S+\) of work, .* of 9 iterations. It rests on formulas: ", last)
 
 
 def test_on_a_terminal_the_bars_are_live_and_sigint_stops_after_a_checkpoint(job: Job) -> None:

@@ -47,6 +47,7 @@ from spotlight.store.ledger.ledger_schema import Ending, Incident
 from spotlight.store.ledger.sqlite_ledger import GpuSpend, GrantedLease, SqliteLedger
 from spotlight.store.metrics import MetricsRow, MetricsWriter
 from spotlight.store.run_directory import RunPaths
+from spotlight.store.run_estimate import RunEstimate, Span, write_estimate
 from spotlight_dashboard.dashboard_app import dashboard_app
 from spotlight_dashboard.dashboard_keys import DashboardKeys
 from spotlight_rewards.base.prompts import Prompt, PromptId
@@ -83,6 +84,7 @@ def make_run(directory: Path, iterations: int = 12, *, every: int = 4, planned: 
         f"fleet: {{driver: ray, price_usd_h: {RESERVED_USD_H}}}\nlearner: {{updates_per_batch: 1}}\n"
     )
     paths.attempt_log(1).write_text(f"the log\n{HOSTILE}\n")
+    write_estimate(paths.estimate, RunEstimate(20, 6, 0, Span(200, 300, 500), Span(1, 2, 3), HOSTILE))
     with (
         SqliteLedger(paths.ledger) as ledger,
         MetricsWriter(paths, resume_at=0) as metrics,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 
 import pytest
+from scripts import draw_architecture
 
 ROOT = Path(__file__).parents[2]
 FIGURE = re.compile(r"  ([\d,]+)(?=</text>)|([\d,]+)(?= lines</text>)")
@@ -14,12 +14,7 @@ FIGURE = re.compile(r"  ([\d,]+)(?=</text>)|([\d,]+)(?= lines</text>)")
 
 def test_the_picture_of_the_architecture_is_current() -> None:
     """Same packages, rooms, policies and arrows; code lines may be 500 or a tenth off."""
-    spec = importlib.util.spec_from_file_location("draw", ROOT / "scripts" / "draw_architecture.py")
-    assert spec is not None
-    assert spec.loader is not None
-    draw = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(draw)
-    drawn, committed = draw.draw(), draw.PICTURE.read_text()
+    drawn, committed = draw_architecture.draw(), draw_architecture.PICTURE.read_text()
     remedy = "run python scripts/draw_architecture.py"
     assert FIGURE.sub("#", drawn) == FIGURE.sub("#", committed), remedy
     for found, shown in zip(figures(drawn), figures(committed), strict=True):

@@ -58,6 +58,7 @@ def test_the_overview_tells_progress_and_what_is_left(client: TestClient) -> Non
     assert (found["preemptions"], found["noticed"]) == (2, 2)
     assert [row["iteration"] for row in found["validations"]] == list(range(0, ITERATIONS, EVERY))
     assert found["row"]["iteration"] == ITERATIONS - 1
+    assert found["estimate"]["work_s"] == {"least": 200, "likely": 300, "most": 500}
 
 
 def test_goals_that_spot_nodes_follow_are_reported_with_the_runs_own_forecast(empty_place: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import importlib.util
 import os
 import re
 import shlex
@@ -14,6 +13,8 @@ from xml.etree import ElementTree
 
 import pytest
 import typer
+from scripts import docs_site, families_table, rewards_table
+from scripts.marked_part import read_part
 from typer.core import TyperGroup, TyperOption
 
 from spotlight.api.arguments import overrides_of
@@ -253,17 +254,12 @@ def test_the_tutorial_shows_its_example() -> None:
 
 def test_the_reference_names_every_key_and_every_option() -> None:
     """The build itself, with links and docstrings, is part of `make check`."""
-    spec = importlib.util.spec_from_file_location("docs_site", ROOT / "scripts" / "docs_site.py")
-    assert spec is not None
-    assert spec.loader is not None
-    site = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(site)
     pages = "".join(
         (ROOT / "docs" / "reference" / name).read_text()
         for name in ("configuration.md", "exclusions.md", "cli.md")
     )
-    assert all(marker in pages for marker in site.PARTS)
-    keys, commands = site.configuration_page(), site.commands_page()
+    assert all(marker in pages for marker in docs_site.PARTS)
+    keys, commands = docs_site.configuration_page(), docs_site.commands_page()
     for line in dump_config(load_config(None)).splitlines():
         if key := re.match(r" *(?:- )?(\w+):", line):
             assert re.search(rf"[`.]{key[1]}`", keys), key[1]
@@ -288,21 +284,11 @@ def test_the_table_of_keys_that_a_resume_may_change_is_complete() -> None:
 
 
 def test_the_table_of_families_is_the_registrys() -> None:
-    spec = importlib.util.spec_from_file_location("families_table", ROOT / "scripts" / "families_table.py")
-    assert spec is not None
-    assert spec.loader is not None
-    table = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(table)
-    found = table.place(table.FACTS).findall((ROOT / "docs" / "families.md").read_text())
-    assert found == [table.facts()], "run python scripts/families_table.py"
+    shown = read_part(families_table.PAGE, families_table.FACTS)
+    assert shown == families_table.facts(), "run python -m scripts.families_table"
 
 
 def test_the_table_of_rewards_is_the_registrys() -> None:
-    spec = importlib.util.spec_from_file_location("rewards_table", ROOT / "scripts" / "rewards_table.py")
-    assert spec is not None
-    assert spec.loader is not None
-    table = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(table)
-    for page in (table.PAGE, table.README):
-        found = table.place(table.FACTS).findall(page.read_text())
-        assert found == [table.facts()], "run python scripts/rewards_table.py"
+    for page in (rewards_table.PAGE, rewards_table.README):
+        shown = read_part(page, rewards_table.FACTS)
+        assert shown == rewards_table.facts(), "run python -m scripts.rewards_table"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import sqlite3
 import tarfile
@@ -10,6 +9,8 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from scripts import ledger_table
+from scripts.marked_part import read_part
 
 from spotlight.store.ledger.ledger_schema import upgrade_from
 
@@ -54,9 +55,5 @@ def test_its_pandas_gives_a_column_a_curve(folder: Path, monkeypatch: pytest.Mon
 
 
 def test_its_tables_are_the_schemas() -> None:
-    spec = importlib.util.spec_from_file_location("ledger_table", ROOT / "scripts" / "ledger_table.py")
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    assert f"{script.table()}<!-- end -->" in PAGE, "run python scripts/ledger_table.py"
+    shown = read_part(ledger_table.PAGE, ledger_table.MARK)
+    assert shown == ledger_table.table(), "run python -m scripts.ledger_table"

@@ -435,7 +435,7 @@ def test_the_dry_run_prints_the_configuration_and_the_plan_and_touches_nothing(
     assert f"backwards {passes.backward:,} " in words
     assert "on the device at the peak" in words
     assert "shapes 1 process beside each rank" in words
-    assert "an iteration unknown not measured yet" in words
+    assert "Estimate: needs three iterations of it" in words.rpartition("Every key")[2]
     assert "rollout.prompts_per_iteration is 1024, but data.train has" in words
     assert sorted(tmp_path.rglob("*")) == before
 

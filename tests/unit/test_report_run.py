@@ -54,6 +54,7 @@ from spotlight.store.ledger.ledger_schema import Ending
 from spotlight.store.ledger.sqlite_ledger import GpuSpend, SqliteLedger
 from spotlight.store.metrics import MetricsRow, MetricsWriter
 from spotlight.store.run_directory import RunDirectory, RunPaths
+from spotlight.store.run_estimate import RunEstimate, Span, write_estimate
 from spotlight_rewards.base.errors import ConfigError
 from spotlight_rewards.base.file_errors import StoreError
 from spotlight_rewards.base.prompts import Prompt, PromptId
@@ -125,6 +126,8 @@ def run(tmp_path: Path) -> RunRecord:
                 tile = Tile(np.full((32, 32, 3), 40 * iteration, np.uint8), PROMPT.text, strict)
                 write_grid(directory, iteration, [tile], columns=1, title="a grid")
     (tmp_path / "demo" / "lora").mkdir()
+    said = RunEstimate(2, 3, 0, Span(60, 100, 240), Span(0.001, 0.002, 0.004), "formulas: few")
+    write_estimate(tmp_path / "demo" / "estimate.json", said)
     return read_run(tmp_path / "demo")
 
 
@@ -167,6 +170,19 @@ def test_the_final_screen_says_what_was_gained_and_what_it_cost(run: RunRecord) 
         "model card",
     ):
         assert said in words
+
+
+def test_the_estimate_stands_beside_what_the_run_took(run: RunRecord) -> None:
+    said = "Estimated before: 1:40 (1:00 to 4:00), $0.002 ($0.001 to $0.004). It took 2:10, $0.0025."
+    assert f"{said} It rested on formulas: few." in screen_of(run)
+    changed = replace(run, estimate=replace(run.estimate, after=1))  # type: ignore[type-var]
+    assert "Estimated after 1 iteration: " in screen_of(changed)
+    assert "Estimated" not in screen_of(replace(run, estimate=None))
+    listed = CliRunner().invoke(app, ["runs", str(run.paths.path.parent)], env={"COLUMNS": "150"})
+    assert "1:40 $0.002" in listed.output
+    (fields,) = json.loads(CliRunner().invoke(app, ["runs", str(run.paths.path.parent), "--json"]).output)
+    assert fields["estimate"]["work_s"] == {"least": 60.0, "likely": 100.0, "most": 240.0}
+    assert fields["corrected"] is None  # of two iterations
 
 
 def test_the_final_screen_says_when_the_end_is_worse_than_the_best(run: RunRecord) -> None:

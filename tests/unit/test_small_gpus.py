@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from scripts import small_gpus_table
+from scripts.marked_part import read_part
 
 from spotlight.cli import doctor_checks
 from spotlight.cli.doctor import Verdict
@@ -88,13 +89,8 @@ def test_models_of_up_to_nine_billion_parameters_train_on_24_gb(family: str, pat
 
 @pytest.mark.slow
 def test_the_readme_says_what_small_gpus_train() -> None:
-    spec = importlib.util.spec_from_file_location("small_gpus_table", ROOT / "scripts/small_gpus_table.py")
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    (_, rest) = (ROOT / "README.md").read_text().split(f"<!-- {script.MARK} -->\n")
-    assert rest.startswith(script.table() + "<!-- end -->"), "run python scripts/small_gpus_table.py"
+    shown = read_part(small_gpus_table.PAGE, small_gpus_table.MARK)
+    assert shown == small_gpus_table.table(), "run python -m scripts.small_gpus_table"
 
 
 def test_the_doctor_names_what_a_gpu_can_train(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
+from scripts import draw_stages
+from scripts.marked_part import read_part
 
 from spotlight.scheduler.stages import (
     TRANSITIONS,
@@ -74,10 +75,5 @@ def test_nothing_else_changes_the_stage() -> None:
 
 
 def test_the_diagram_of_the_documentation_is_the_table() -> None:
-    spec = importlib.util.spec_from_file_location("draw_stages", ROOT / "scripts" / "draw_stages.py")
-    assert spec is not None
-    assert spec.loader is not None
-    drawing = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(drawing)
-    found = drawing.PLACE.findall(drawing.PAGE.read_text())
-    assert found == [drawing.draw()], "run python scripts/draw_stages.py"
+    shown = read_part(draw_stages.PAGE, draw_stages.MARK)
+    assert shown == draw_stages.draw(), "run python -m scripts.draw_stages"

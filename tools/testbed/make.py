@@ -11,27 +11,18 @@ Example: ``python -m tools.testbed.make build/trial --scale 0.01`` is a short tr
 
 from __future__ import annotations
 
-import argparse
-import ctypes
-import hashlib
-import json
-import platform
-import sys
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import numpy as np
-import torch
-import transformers
 
 from spotlight_rewards.shapes import shapes
 from tools.testbed import architecture
 from tools.testbed.flow import FlowRecipe, make_data, train_flow
+from tools.testbed.making import Clock, log, parser, run, write_records
 from tools.testbed.prompts import Record, split
 from tools.testbed.scenes import render_all
 from tools.testbed.scores import ScoreRecipe, as_json, score_pipeline
@@ -58,27 +49,6 @@ class Recipe:
         )
 
 
-@dataclass(slots=True)
-class Clock:
-    """Seconds by phase, wall and CPU."""
-
-    wall_s: dict[str, float] = field(default_factory=dict)
-    cpu_s: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Time the block as one phase."""
-        wall, cpu = time.perf_counter(), time.process_time()
-        yield
-        self.wall_s[name] = round(time.perf_counter() - wall, 1)
-        self.cpu_s[name] = round(time.process_time() - cpu, 1)
-
-
-def log(message: str) -> None:
-    """Print a progress line, flushed."""
-    print(message, flush=True)
-
-
 def make(directory: Path, recipe: Recipe) -> None:
     """Train a pipeline and write it with its training record and scores."""
     train, test = split()
@@ -100,21 +70,12 @@ def make(directory: Path, recipe: Recipe) -> None:
     architecture.save(parts, directory)
     with clock.phase("scores"):
         scores = measure(directory, test)
-    record = {
-        "recipe": asdict(recipe),
-        "recipe_sha256": recipe_hash(recipe),
-        "wall_s": clock.wall_s,
-        "cpu_s": clock.cpu_s,
-        "cpu_minutes_total": round(time.process_time() / 60, 1),
+    figures = {
         "vae_loss": round(vae_loss, 6),
         "vae_reconstruction": quality,
         "flow_losses": flow_losses,
-        "threads": torch.get_num_threads(),
-        "versions": versions(),
     }
-    write_json(directory / "TRAINING.json", record)
-    write_json(directory / "scores.json", scores)
-    log(f"wrote {directory} in {record['cpu_minutes_total']} CPU minutes")
+    write_records(directory, recipe, clock, figures, scores)
 
 
 def reconstruction_quality(
@@ -148,56 +109,19 @@ def measure(directory: Path, test: Sequence[Record]) -> dict[str, Any]:
     return result
 
 
-def recipe_hash(recipe: Any) -> str:
-    """SHA-256 of the JSON of a recipe, a dataclass."""
-    return hashlib.sha256(json.dumps(asdict(recipe), sort_keys=True).encode()).hexdigest()
-
-
-def versions() -> dict[str, str]:
-    """Of what determines the weights."""
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "diffusers": diffusers.__version__,
-        "transformers": transformers.__version__,
-    }
-
-
-def write_json(path: Path, value: object) -> None:
-    """Write indented JSON."""
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
-def keep_freed_memory() -> None:
-    """Make glibc keep freed memory: otherwise every step faults in the pages of its large tensors."""
-    if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
-        libc = ctypes.CDLL(None)
-        libc.mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD, at its maximum
-        libc.mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
-
-
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.testbed.make", description="Remake the embedded pipeline of coloured shapes."
-    )
-    parser.add_argument("directory", type=Path, help="where the pipeline directory is written")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--scale", type=float, default=1.0, help="multiply the training steps (0.01: a trial)"
-    )
-    parser.add_argument(
+    options = parser("tools.testbed.make", "Remake the embedded pipeline of coloured shapes.")
+    options.add_argument(
         "--threads", type=int, default=1, help="CPU threads; 2 take less wall-clock time but more CPU time"
     )
-    parser.add_argument("--untrained", action="store_true", help="random weights, in seconds")
-    arguments = parser.parse_args()
-    if arguments.untrained:
-        architecture.save(architecture.build(arguments.seed), arguments.directory)
-        return
-    # The number of threads determines how sums are split, hence the weights.
-    torch.set_num_threads(arguments.threads)
-    keep_freed_memory()
-    make(arguments.directory, Recipe(seed=arguments.seed).scaled(arguments.scale))
+    given = options.parse_args()
+    recipe = Recipe(seed=given.seed).scaled(given.scale)
+    run(
+        given,
+        make=lambda: make(given.directory, recipe),
+        untrained=lambda: architecture.save(architecture.build(given.seed), given.directory),
+    )
 
 
 if __name__ == "__main__":

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from itertools import pairwise
-from statistics import median
 
 from spotlight.config.schema import RunConfig
 from spotlight.data.datasets import Prompts, load_prompts
@@ -28,7 +26,6 @@ from spotlight.dry_run.model_plan import (
 from spotlight.dry_run.reward_plan import RewardPlace, require_rewards, reward_parts, reward_places
 from spotlight.store.checkpoints import CheckpointStore
 from spotlight.store.manifest import CheckpointHeader
-from spotlight.store.metrics import read_metrics
 from spotlight.store.run_directory import RunPaths
 from spotlight_files.model_errors import ModelError
 from spotlight_rewards.base.errors import ConfigError
@@ -81,7 +78,6 @@ class RunPlan:
         model: sizes, or why they are unknown; then ``parameters_trained`` is None, ``memory`` and ``fitting``
             are empty, and ``disk`` lacks checkpoints.
         needs: what its memory depends on; None: the model's sizes are unknown.
-        seconds_per_iteration: median measured in this run's directory; None before.
         trained: iterations that are in a checkpoint of this run already.
     """
 
@@ -103,7 +99,6 @@ class RunPlan:
     needs: Needs | None
     disk: tuple[Estimate, ...]
     rewards: tuple[RewardPlace, ...]
-    seconds_per_iteration: float | None
     trained: int
 
 
@@ -151,7 +146,6 @@ def make_plan(config: RunConfig, ranks: int | None = None) -> RunPlan:
             *stored_parts(config, model, stored_tokens(config, prompts)),
         ),
         rewards=rewards,
-        seconds_per_iteration=_measured_seconds(config),
         trained=newest.iteration if (newest := newest_checkpoint(config)) else 0,
     )
 
@@ -281,10 +275,3 @@ def parameters_trained(config: RunConfig, model: TransformerSizes) -> int:
     lora = config.learner.lora
     targets = family_of(config).lora_targets if lora.targets is None else lora.targets
     return lora_parameters(bind_targets(model, targets), lora.rank)
-
-
-def _measured_seconds(config: RunConfig) -> float | None:
-    rows = read_metrics(config.runs_dir / config.name)
-    ends = [row.wall_s for row in rows if any(name.startswith("train/") for name in row.values)]
-    seconds = [after - before for before, after in pairwise(ends) if after > before]
-    return median(seconds) if seconds else None

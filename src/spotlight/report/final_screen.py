@@ -15,7 +15,7 @@ from rich.text import Text
 
 from spotlight.report.loading import loading_snippet
 from spotlight.report.record import RunRecord, ValidationChange
-from spotlight.report.wording import count, duration, money, plural, score
+from spotlight.report.wording import count, duration, money, plural, score, span_words
 from spotlight.scheduler.types import Purpose
 from spotlight.store.checkpoints import CheckpointStore
 from spotlight.store.ledger.ledger_schema import Incident
@@ -40,6 +40,8 @@ def print_final_screen(console: Console, run: RunRecord, card: Path | None) -> N
         console.print(*tables, curve_table(run), Text(), sep="\n")
         if said := better_before(run):
             console.print(Text(f" {said}\n", style="yellow"), soft_wrap=True)
+    if said := estimated_beside(run):
+        console.print(Text(f" {said}\n"), soft_wrap=True)
     spent = sum(run.seconds_by_phase.values())
     console.print(
         _title(f"{spent:,.1f} worker seconds at {prices(run)} an hour: {money(run.history.cost_usd)}")
@@ -85,6 +87,17 @@ def better_before(run: RunRecord) -> str:
         f"The end is worse than iteration {best.iteration}: {curve} {score(change.after.mean)} after "
         f"{score(change.before.mean)}, {change.margin:+.3f} {in_noise(change)}. "
         + (f"spotlight export {run.paths.path} --best" if kept else "Its checkpoint is not kept.")
+    )
+
+
+def estimated_beside(run: RunRecord) -> str:
+    """What was expected beside what the run took; empty if nothing was."""
+    if (said := run.estimate) is None:
+        return ""
+    when = f"after {plural(said.after, 'iteration')}" if said.after else "before"
+    return (
+        f"Estimated {when}: {span_words(said.work_s, duration)}, {span_words(said.usd, money)}. It took "
+        f"{duration(run.wall_s)}, {money(run.history.cost_usd)}. It rested on {said.rests_on}."
     )
 
 

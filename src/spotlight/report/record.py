@@ -15,6 +15,7 @@ from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.history import History, read_history
 from spotlight.store.metrics import GRADED, JUDGED, STDERR, VALIDATION, MetricsRow, read_metrics
 from spotlight.store.run_directory import RunPaths
+from spotlight.store.run_estimate import RunEstimate, estimated, read_estimate, read_so_far
 from spotlight_rewards.base.file_errors import StoreError
 
 
@@ -69,6 +70,8 @@ class RunRecord:
 
     Attributes:
         rows: of trained iterations.
+        estimate: what was said when the run began, or last changed its course; None: nothing was known.
+        corrected: the same by what its own rows say; None before three of them.
         weights: folder of the LoRA or merged pipeline; None before export.
         example_prompt: the first held-out prompt; see :func:`queries.example_prompt`.
     """
@@ -79,6 +82,8 @@ class RunRecord:
     validations: tuple[ValidationRow, ...]
     rows: tuple[MetricsRow, ...]
     seconds_by_phase: Mapping[Phase, float]
+    estimate: RunEstimate | None
+    corrected: RunEstimate | None
     weights: Path | None
     example_prompt: str | None
 
@@ -126,14 +131,19 @@ def read_run(directory: Path) -> RunRecord:
     with closing(queries.open_readonly(paths.ledger)) as connection:
         seconds = queries.gpu_seconds_by_phase(connection)
         prompt = queries.example_prompt(connection)
+    config, (spent, pace) = load_dump(paths.config, installed=False), read_so_far(directory)
     weights = (directory / "lora", directory / "merged")
     return RunRecord(
         paths=paths,
-        config=load_dump(paths.config, installed=False),
+        config=config,
         history=read_history(directory),
         validations=tuple(_validation(row) for row in rows if f"{VALIDATION}{GRADED}" in row.values),
         rows=tuple(row for row in rows if f"{VALIDATION}{GRADED}" not in row.values),
         seconds_by_phase=seconds,
+        estimate=read_estimate(paths.estimate),
+        corrected=None
+        if pace is None
+        else estimated(pace, spent, config.iterations, config.evaluation.count(config.iterations)),
         weights=next((folder for folder in weights if folder.is_dir()), None),
         example_prompt=prompt,
     )

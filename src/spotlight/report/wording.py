@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
+from spotlight.store.run_estimate import RunEstimate, Span
 from spotlight_rewards.base.file_errors import size as size
 
 
@@ -20,6 +22,19 @@ def duration(seconds: float) -> str:
 def money(usd: float) -> str:
     """Dollars to the cent, or two significant digits below that: ``$12.34``, ``$0.05``, ``$0.0018``."""
     return f"${usd:,.2f}" if usd >= 1 else f"${usd:.2g}"
+
+
+def estimate_words(estimate: RunEstimate) -> str:
+    """Time and dollars with their ranges, and what they rest on; one line."""
+    work = span_words(estimate.work_s, duration)
+    rest = f"the whole run of {plural(estimate.iterations, 'iteration')}. It rests on {estimate.rests_on}."
+    return f"{work} of work, {span_words(estimate.usd, money)} for {rest}"
+
+
+def span_words(span: Span, said: Callable[[float], str]) -> str:
+    """``3:10:00 (2:40:00 to 4:05:00)``; without bounds that read the same."""
+    likely, least, most = (said(end) for end in (span.likely, span.least, span.most))
+    return likely if least == likely == most else f"{likely} ({least} to {most})"
 
 
 def count(number: float) -> str:

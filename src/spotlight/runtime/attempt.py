@@ -21,6 +21,7 @@ import spotlight
 from spotlight.config.load import dump_config
 from spotlight.config.schema import RunConfig
 from spotlight.data.datasets import Prompts
+from spotlight.dry_run.estimating import estimate_run
 from spotlight.runtime.library_versions import library_versions, version_note
 from spotlight.runtime.observer import Observer
 from spotlight.runtime.preflight import require_same_prompts
@@ -35,6 +36,7 @@ from spotlight.store.ledger.sqlite_ledger import SqliteLedger
 from spotlight.store.manifest import CheckpointHeader
 from spotlight.store.metrics import MetricsWriter
 from spotlight.store.run_directory import RunDirectory
+from spotlight.store.run_estimate import write_estimate
 from spotlight.store.run_summary import RunSummary
 from spotlight.store.sinks import open_sinks
 from spotlight.training.sharding import Ranks
@@ -128,6 +130,7 @@ def open_attempt(
             recorder.ledger.record_scorers(scored_by)
             if recorder.ledger.prompts_at(kept) != prompts.ids:
                 recorder.ledger.record_prompts(prompts.ids)
+            _record_estimate(config, directory, ranks, anew=bool(course))  # by what is still the old course
             for said in recorder.ledger.record_course(kept, resume_at, course, began_s):
                 observer.note(said)
             directory.adopt()
@@ -137,6 +140,22 @@ def open_attempt(
                 )
             yield attempt
             assert attempt.result is not None, "an attempt that does not fail has a result"
+
+
+def _record_estimate(config: RunConfig, directory: RunDirectory, ranks: Ranks, *, anew: bool) -> None:
+    """Keep what the run is expected to take from before it begins, and again where its course changes."""
+    if directory.estimate.exists() and not anew:
+        return
+    directory.estimate.unlink(missing_ok=True)  # of another course
+    try:
+        found = estimate_run(config, ranks.world)
+    except Exception:  # no run shall end for it
+        log.exception("no estimate")
+        return
+    if isinstance(found, str):
+        log.info("an estimate needs %s", found)
+        return
+    write_estimate(directory.estimate, found)
 
 
 def _require_same_scorers(before: Mapping[str, str], now: Mapping[str, str], directory: RunDirectory) -> None:

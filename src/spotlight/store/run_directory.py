@@ -9,6 +9,7 @@
         attempts/001.log    log of each process that worked on the run
         votes/              store/ballots.py, where a reward is ``vote``
         profile/            traces of ``spotlight train --profile N``
+        estimate.json       store/run_estimate.py
         summary.json        store/run_summary.py
         wandb/, wandb-id, wandb-logged, trackio-id    where W&B or Trackio is configured
         lock                locked while a process works here
@@ -84,6 +85,7 @@ class RunPaths:
         self.attempts = path / "attempts"
         self.profile = path / "profile"
         self.in_flight = path / "in-flight"
+        self.estimate = path / "estimate.json"
         self.summary = path / "summary.json"
         self.lock = path / "lock"
 

@@ -136,8 +136,10 @@ def _kind(operator: Any) -> Literal["product", "batched", "attention", "other"]:
 
 
 def _keep_products(narrow: int) -> tuple[_AtProducts, _AtProducts]:
-    saved: deque[_Saved] = deque()
-    return _AtProducts(_Keep(narrow, saved)), _AtProducts(_Take(narrow, saved))
+    """A block's forward, which keeps its products, and its recomputation, which takes them in this order."""
+    saved = _SavedProducts(narrow)
+    keep, take = (_OfProducts(narrow, product) for product in (saved.keep, saved.take))
+    return _AtProducts(keep, saved.layer), _AtProducts(take)
 
 
 class _AtProducts(TorchFunctionMode):
@@ -147,16 +149,16 @@ class _AtProducts(TorchFunctionMode):
     takes to compute them. So layers, the most frequent, go without it in a forward.
     """
 
-    def __init__(self, of_products: _OfProducts) -> None:
+    def __init__(self, of_products: _OfProducts, layer: Callable[..., Tensor] | None = None) -> None:
         super().__init__()
-        self._of_products = of_products
+        self._of_products, self._layer = of_products, layer
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not _calls_products(func):
             return func(*args, **kwargs)
-        if func is F.linear and isinstance(self._of_products, _Keep):
-            return self._of_products.layer(*args, **kwargs)
+        if func is F.linear and self._layer is not None:
+            return self._layer(*args, **kwargs)
         with self._of_products:
             return func(*args, **kwargs)
 
@@ -167,18 +169,14 @@ def _calls_products(function: Any) -> bool:
     return "mm" in name or "attention" in name or "attn" in name or name.strip("_") in ("linear", "matmul")
 
 
-_Saved = tuple[Any, tuple[Any, ...], tuple[int, ...]]
-"""Operator, its results, and how often each had been written."""
-
-
 # torch's own create_selective_checkpoint_contexts gives a caller of addmm_, which looks at the tensor that it
 # wrote to and not at what is returned, that tensor without the product.
 class _OfProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Of one block, in its forward or its recomputation, which call the same operators in the same order."""
+    """Calls ``product`` for a block's wide products, with the operator and its arguments."""
 
-    def __init__(self, narrow: int, saved: deque[_Saved]) -> None:
+    def __init__(self, narrow: int, product: Callable[[Any, Any, Any], Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._narrow, self._saved = narrow, saved
+        self._narrow, self._product = narrow, product
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -186,11 +184,15 @@ class _OfProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._product(func, args, kwargs)
         return func(*args, **kwargs)
 
-    def _product(self, func: Any, args: Any, kwargs: Any) -> Any:
-        raise NotImplementedError
 
+class _SavedProducts:
+    """Of one block, whose forward and recomputation call the same operators in the same order."""
 
-class _Keep(_OfProducts):  # type: ignore[no-untyped-call]
+    def __init__(self, narrow: int) -> None:
+        self._narrow = narrow
+        self._saved: deque[tuple[Any, tuple[Any, ...], tuple[int, ...]]] = deque()
+        """Operator, its results, and how often each had been written."""
+
     def layer(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """A linear one: a product of ``x``, of any number of dimensions, whatever the operator."""
         result = F.linear(x, *args, **kwargs)
@@ -199,16 +201,14 @@ class _Keep(_OfProducts):  # type: ignore[no-untyped-call]
             self._saved.append((None, (alias,), (alias._version,)))
         return result
 
-    def _product(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def keep(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
         each = tuple(map(_alias, result if isinstance(result, tuple) else (result,)))
         later = int(func._schema.is_mutable)  # its own writing is counted when it has returned
         self._saved.append((func, each, tuple(count + later for count in _written(each))))
         return result
 
-
-class _Take(_OfProducts):  # type: ignore[no-untyped-call]
-    def _product(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def take(self, func: Any, args: Any, kwargs: Any) -> Any:
         operator, each, written = self._saved.popleft()
         if operator is None and func._schema.name.endswith("mm"):
             operator, each = func, (each[0].view(*args[-2].shape[:-1], -1),)

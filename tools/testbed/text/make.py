@@ -11,9 +11,8 @@ learning.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from spotlight_rewards.reading.ocr_onnx import OcrOnnx
 from spotlight_rewards.reward import Image
 from tools.testbed.architecture import PROMPT_TEMPLATE, Parts, halve
 from tools.testbed.flow import UNCONDITIONAL, FlowData, FlowRecipe, pack_latents, train_flow
-from tools.testbed.make import Clock, keep_freed_memory, log, recipe_hash, versions, write_json
+from tools.testbed.making import Clock, log, parser, run, write_records
 from tools.testbed.prompts import Record
 from tools.testbed.text import architecture
 from tools.testbed.text.pictures import CELL_PX, HEIGHT_PX, WIDTH_PX, render_all
@@ -84,21 +83,8 @@ def make(directory: Path, recipe: TextRecipe) -> None:
     architecture.save(parts, directory)
     with clock.phase("scores"):
         scores = measure(directory, test * recipe.scored)
-    training = {
-        "recipe": asdict(recipe),
-        "recipe_sha256": recipe_hash(recipe),
-        "wall_s": clock.wall_s,
-        "cpu_s": clock.cpu_s,
-        "cpu_minutes_total": round(sum(clock.cpu_s.values()) / 60, 1),
-        "vae_loss": round(vae_loss, 6),
-        "vae_reconstruction": quality,
-        "flow_losses": losses,
-        "threads": torch.get_num_threads(),
-        "versions": versions(),
-    }
-    write_json(directory / "TRAINING.json", training)
-    write_json(directory / "scores.json", scores)
-    log(f"wrote {directory} in {training['cpu_minutes_total']} CPU minutes")
+    figures = {"vae_loss": round(vae_loss, 6), "vae_reconstruction": quality, "flow_losses": losses}
+    write_records(directory, recipe, clock, figures, scores)
 
 
 def random_words(count: int, seed: int) -> tuple[list[str], list[str]]:
@@ -179,22 +165,13 @@ def read(pictures: Image, records: Sequence[Record]) -> dict[str, float]:
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.testbed.text.make", description="Make a tiny pipeline that writes."
+    given = parser("tools.testbed.text.make", "Make a tiny pipeline that writes.").parse_args()
+    recipe = TextRecipe(seed=given.seed).scaled(given.scale)
+    run(
+        given,
+        make=lambda: make(given.directory, recipe),
+        untrained=lambda: architecture.save(architecture.build(given.seed), given.directory),
     )
-    parser.add_argument("directory", type=Path, help="where the pipeline directory is written")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--scale", type=float, default=1.0, help="multiply the training steps (0.01: a trial)"
-    )
-    parser.add_argument("--untrained", action="store_true", help="random weights, in seconds")
-    arguments = parser.parse_args()
-    if arguments.untrained:
-        architecture.save(architecture.build(arguments.seed), arguments.directory)
-        return
-    torch.set_num_threads(1)  # the number of threads determines how sums are split, hence the weights
-    keep_freed_memory()
-    make(arguments.directory, TextRecipe(seed=arguments.seed).scaled(arguments.scale))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ and ``scores.json``, as ``tools/testbed/make.py`` does for pictures; the same ho
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from diffusers import AutoencoderKLWan, WanPipeline
 from spotlight_rewards.motion import motion
 from spotlight_rewards.reward import Image
 from tools.testbed.architecture import halve
-from tools.testbed.make import Clock, keep_freed_memory, log, recipe_hash, versions, write_json
+from tools.testbed.making import Clock, log, parser, run, write_records
 from tools.testbed.prompts import Record
 from tools.testbed.video import architecture
 from tools.testbed.video.architecture import TEXT_TOKENS
@@ -85,21 +84,8 @@ def make(directory: Path, recipe: VideoRecipe, earlier: Path | None = None) -> N
     architecture.save(parts, directory)
     with clock.phase("scores"):
         scores = measure(directory, test * (recipe.scored // len(test)))
-    record = {
-        "recipe": asdict(recipe),
-        "recipe_sha256": recipe_hash(recipe),
-        "wall_s": clock.wall_s,
-        "cpu_s": clock.cpu_s,
-        "cpu_minutes_total": round(sum(clock.cpu_s.values()) / 60, 1),
-        **made,
-        "vae_reconstruction": quality,
-        "flow_losses": flow_losses,
-        "threads": torch.get_num_threads(),
-        "versions": versions(),
-    }
-    write_json(directory / "TRAINING.json", record)
-    write_json(directory / "scores.json", scores)
-    log(f"wrote {directory} in {record['cpu_minutes_total']} CPU minutes")
+    figures = {**made, "vae_reconstruction": quality, "flow_losses": flow_losses}
+    write_records(directory, recipe, clock, figures, scores)
 
 
 def make_vae(
@@ -179,24 +165,15 @@ def _scores(videos: Image, records: list[Record]) -> dict[str, float]:
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.testbed.video.make",
-        description="Make a tiny pipeline of moving shapes.",
+    options = parser("tools.testbed.video.make", "Make a tiny pipeline of moving shapes.")
+    options.add_argument("--vae", type=Path, metavar="PIPELINE", help="take the VAE that was made for it")
+    given = options.parse_args()
+    recipe = VideoRecipe(seed=given.seed).scaled(given.scale)
+    run(
+        given,
+        make=lambda: make(given.directory, recipe, given.vae),
+        untrained=lambda: architecture.save(architecture.build(given.seed), given.directory),
     )
-    parser.add_argument("directory", type=Path, help="where the pipeline directory is written")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--scale", type=float, default=1.0, help="multiply the training steps (0.01: a trial)"
-    )
-    parser.add_argument("--vae", type=Path, metavar="PIPELINE", help="take the VAE that was made for it")
-    parser.add_argument("--untrained", action="store_true", help="random weights, in seconds")
-    arguments = parser.parse_args()
-    if arguments.untrained:
-        architecture.save(architecture.build(arguments.seed), arguments.directory)
-        return
-    torch.set_num_threads(1)  # the number of threads determines how sums are split, hence the weights
-    keep_freed_memory()
-    make(arguments.directory, VideoRecipe(seed=arguments.seed).scaled(arguments.scale), arguments.vae)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -30,7 +31,10 @@ def runs(
     ] = RUNS,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, an object for each run.")] = False,
 ) -> None:
-    """List the runs with progress, last validation, cost and state; on wide terminals also the algorithm.
+    """List the runs with progress, last validation, cost and state.
+
+    On wide terminals also what each was estimated to take (while it runs also by its own iterations, from the
+    third on), and the algorithm.
 
     [bold]Examples[/bold]
 
@@ -58,11 +62,13 @@ def runs(
     for name in ("name", "iteration", *JUDGED, "time", "cost", "state"):
         table.add_column(name, justify="left" if name in {"name", "state"} else "right")
     if console.width >= _WIDE:
+        table.add_column("estimated", justify="right")
         table.add_column("algorithm")
     for path in found:
         try:
             run = read_run(path)
-            table.add_row(*_row(run), *([run.config.algorithm.name] if console.width >= _WIDE else []))
+            wide = [_estimated(run), run.config.algorithm.name] if console.width >= _WIDE else []
+            table.add_row(*_row(run), *wide)
         except UserError as error:
             table.add_row(path.name, "", "", "", "", "", Text("unreadable", style="red"))
             console.print(Text(str(error)), soft_wrap=True)
@@ -92,9 +98,21 @@ def _fields(path: Path) -> dict[str, object]:
         "validation_iteration": last.iteration if last else None,
         "wall_s": run.wall_s,
         "cost_usd": run.history.cost_usd,
+        "estimate": asdict(run.estimate) if run.estimate else None,
+        "corrected": asdict(run.corrected) if run.corrected else None,
         "forked_from": run.history.forked_from or None,
         "changes": course_words(run.history.course),
     }
+
+
+def _estimated(run: RunRecord) -> str:
+    """What was said of the whole run, and what its own rows say while it is not finished."""
+    from spotlight.report.wording import duration, money
+
+    finished = run.history.state == "finished"
+    both = (run.estimate, None if finished else run.corrected)
+    said = [f"{duration(one.work_s.likely)} {money(one.usd.likely)}" for one in both if one]
+    return ", now ".join(said) if run.estimate else "".join(f"now {each}" for each in said)
 
 
 def _row(run: RunRecord) -> list[str | Text]:

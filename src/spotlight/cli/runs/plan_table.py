@@ -33,7 +33,7 @@ from spotlight.store.run_store import StoredRuns
 def print_plan(
     console: Console, config: RunConfig, plan: RunPlan, fleet: FleetPlan | None, kept: StoredRuns | None
 ) -> None:
-    """Print counts, parameters, memory, disk and time, and what it costs to keep the run elsewhere."""
+    """Print counts, parameters, memory, disk, and what it costs to keep the run elsewhere."""
     _print(console, "Work", _work(config, plan, kept))
     _print(console, "DiT passes of an iteration (one sample each)", _passes(plan))
     _print(console, "Parameters", _parameters(plan))
@@ -67,7 +67,6 @@ def print_plan(
     _print(console, "Rewards", _rewards(plan.rewards))
     if fleet is not None:
         _print(console, "Fleet, emulated on this machine", _fleet(config, fleet))
-    _print(console, "Time", [_time(config, plan)])
     for note in plan.notes:
         console.print(note, markup=False, soft_wrap=True)
 
@@ -242,11 +241,3 @@ def _fleet(config: RunConfig, fleet: FleetPlan) -> Iterator[tuple[str, str, str]
         )
     prices = f"{money(config.fleet.price_usd_h)} a reserved slot, {money(spot.price_usd_h)} a spot slot"
     yield "an hour", money(fleet.usd_h), prices
-
-
-def _time(config: RunConfig, plan: RunPlan) -> tuple[str, str, str]:
-    if plan.seconds_per_iteration is None:
-        return "an iteration", "unknown", "not measured yet; start the run: its progress says the time left"
-    whole = duration(plan.seconds_per_iteration * config.iterations)
-    why = f"median measured in {config.runs_dir / config.name}; {whole} for all iterations"
-    return "an iteration", f"{plan.seconds_per_iteration:.1f} s", why

@@ -217,13 +217,7 @@ def train(
       spotlight train --fork demo --iteration 20 --name demo-slower learner.learning_rate=1e-4
     """
     with errors_without_traceback(), lasting():
-        options = {
-            "fleet.address": address,
-            "fleet.target.deadline_h": deadline_h,
-            "fleet.target.budget_usd": budget_usd,
-        }
-        named = [f"{key}={value}" for key, value in options.items() if value is not None]
-        given = [*(arguments or []), *(["fleet.driver=ray"] if named else []), *named]
+        given = [*(arguments or []), *_cluster_keys(address, deadline_h, budget_usd)]
         if fork is not None or name is not None or iteration is not None:
             given = fork_option.forked(given, fork, name, iteration, dry_run=dry_run)
         if not given and fork is not None:
@@ -233,21 +227,39 @@ def train(
         _print_plan(config, given, ranks)
         return
     if (ranks or 1) > 1 and "WORLD_SIZE" not in os.environ:
-        from spotlight.cli.runs.rank_processes import run_ranks
-
-        command = [sys.executable, "-m", "spotlight.cli", *sys.argv[1:]]
-        with errors_without_traceback(), in_a_folder(config, partial(typer.echo, err=True)) as local:
-            moved = [] if local is config else [f"runs_dir={local.runs_dir}"]
-            raise typer.Exit(run_ranks(ranks or 1, [*command, *moved]))
-    beside = (dashboard or keep_dashboard or vote) and int(os.environ.get("RANK", "0")) == 0
+        raise typer.Exit(_run_ranks(config, ranks or 1))
+    beside = (dashboard or keep_dashboard or vote) and _is_first_rank()
     view = ("votes" if vote else "overview") if beside else None
     result = _run(config, plain, view, keep_dashboard=keep_dashboard, profile=profile or 0)
-    if int(os.environ.get("RANK", "0")) == 0:
+    if _is_first_rank():
         _print_result(result)
-    if result.error is not None:
-        raise typer.Exit(EXIT_STOPPED_BY_ERROR)
-    if result.stopped:
-        raise typer.Exit(EXIT_INTERRUPTED)
+    if result.error is not None or result.stopped:
+        raise typer.Exit(EXIT_INTERRUPTED if result.error is None else EXIT_STOPPED_BY_ERROR)
+
+
+def _cluster_keys(address: str | None, deadline_h: float | None, budget_usd: float | None) -> list[str]:
+    """What the options for a cluster are short for."""
+    options = {
+        "fleet.address": address,
+        "fleet.target.deadline_h": deadline_h,
+        "fleet.target.budget_usd": budget_usd,
+    }
+    named = [f"{key}={value}" for key, value in options.items() if value is not None]
+    return ["fleet.driver=ray", *named] if named else []
+
+
+def _is_first_rank() -> bool:
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def _run_ranks(config: RunConfig, ranks: int) -> int:
+    """Run this command in so many processes; the exit status."""
+    from spotlight.cli.runs.rank_processes import run_ranks
+
+    command = [sys.executable, "-m", "spotlight.cli", *sys.argv[1:]]
+    with errors_without_traceback(), in_a_folder(config, partial(typer.echo, err=True)) as local:
+        moved = [] if local is config else [f"runs_dir={local.runs_dir}"]
+        return run_ranks(ranks, [*command, *moved])
 
 
 def _configured(
@@ -343,7 +355,9 @@ def _print_plan(config: RunConfig, arguments: Sequence[str], ranks: int | None) 
     from spotlight.cli.runs.plan_table import print_plan
     from spotlight.cluster.local.emulation import require_learner_room
     from spotlight.cluster.local.fleet_plan import plan_fleet
+    from spotlight.dry_run.estimating import estimate_run
     from spotlight.dry_run.run_plan import make_plan
+    from spotlight.report.wording import estimate_words
     from spotlight.runtime.preflight import finished_note, finished_summary, require_disk, require_startable
     from spotlight.runtime.resuming.course import planned_changes
     from spotlight.store.run_store import Wanted, default_cache, stored_runs
@@ -365,12 +379,15 @@ def _print_plan(config: RunConfig, arguments: Sequence[str], ranks: int | None) 
             if finished is None
             else [f"This run {finished_note(config, finished)}"]
         )
+        estimate = estimate_run(config, int(os.environ.get("WORLD_SIZE", ranks or 1)))
     console = Console(highlight=False)
     for each in notes:
         console.print(Text(each), soft_wrap=True)
     print_plan(console, config, plan, fleet, kept)
     shown = shlex.join(["spotlight", "config", *arguments])
     console.print(Text(f"Every key of this configuration: {shown}"), soft_wrap=True)
+    said = f"needs {estimate}." if isinstance(estimate, str) else estimate_words(estimate)
+    console.print(Text(f"Estimate: {said}"), soft_wrap=True)
 
 
 def _run(
@@ -397,7 +414,7 @@ def _run(
                 require_startable(config)  # again in the driver, whose import takes seconds
             run = driver_of(config, profile)
             result = run(config, progress, process_age_s())
-            if result.error is None and not result.stopped and int(os.environ.get("RANK", "0")) == 0:
+            if result.error is None and not result.stopped and _is_first_rank():
                 from spotlight.report.model_card import write_card
                 from spotlight.report.record import read_run
 

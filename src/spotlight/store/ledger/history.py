@@ -121,15 +121,12 @@ def read_history(run: Path, within_s: float | None = None) -> History:
         undone = connection.execute(
             "SELECT COALESCE(SUM(from_position - to_position), 0) FROM rollbacks"
         ).fetchone()[0]
-        iterations = connection.execute(
-            "SELECT COALESCE(MAX(iteration) + 1, 0) FROM optimizer_steps"
-        ).fetchone()[0]
         preemptions, noticed = queries.preemptions(connection)
         return History(
             attempts=attempts,
             undone=int(undone),
             lost_s=queries.gpu_seconds_by_phase(connection)[Phase.LOST],
-            iterations=int(iterations),
+            iterations=queries.iterations(connection),
             counts=queries.counts(connection),
             cost_usd=queries.cost_usd(connection),
             preemptions=preemptions,

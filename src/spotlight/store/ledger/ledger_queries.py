@@ -384,6 +384,11 @@ def has_scores_view(connection: sqlite3.Connection) -> bool:
     return rows == [(SCORES_VIEW,)]
 
 
+def iterations(connection: sqlite3.Connection) -> int:
+    """Iterations of which something was trained, up to the last."""
+    return _integer(connection, "SELECT COALESCE(MAX(iteration) + 1, 0) FROM optimizer_steps")
+
+
 def worked_s(connection: sqlite3.Connection) -> float:
     """Seconds from start to end (or last heartbeat), over all attempts."""
     row = connection.execute("SELECT TOTAL(COALESCE(ended_at, seen_at) - started_at) FROM attempts")

@@ -103,11 +103,14 @@ function overviewCards(found) {
       running
         ? `${duration(found.left.seconds)} left at the pace of the last 20 iterations`
         : "of work, all attempts",
+      estimated(found.estimate?.work_s, duration),
+      found.estimate ? `it rests on ${found.estimate.rests_on}` : null,
     ),
     card(
       "Money",
       found.usd === undefined ? "–" : dollars(found.usd),
       running ? `${dollars(found.left.usd)} to come` : "spent, lost work included",
+      estimated(found.estimate?.usd, dollars),
     ),
     ...(found.target ? [targetCard(found.target)] : []),
     card(
@@ -135,6 +138,11 @@ function overviewCards(found) {
       `loss ${figure(found.row["train/loss"])}, gradient norm ${figure(found.row["train/grad_norm"])}`,
     ),
   ];
+}
+
+/** What the whole run was expected to take before it began. */
+function estimated(span, unit) {
+  return span ? `estimated ${unit(span.likely)} (${unit(span.least)} to ${unit(span.most)})` : null;
 }
 
 /** What a run that holds a deadline or a budget says of the rest. */

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from sqlite3 import Connection, Error
 
@@ -17,6 +17,7 @@ from spotlight.store.ledger.ledger_audit import AuditLimits, audit
 from spotlight.store.ledger.ledger_schema import Incident
 from spotlight.store.metrics import JUDGED, STDERR
 from spotlight.store.run_directory import flatten
+from spotlight.store.run_estimate import read_estimate
 from spotlight_dashboard.figures import Json, finite
 from spotlight_dashboard.metric_names import LOSS
 from spotlight_dashboard.run_folders import READ_S, RunFolder, Settings
@@ -88,6 +89,7 @@ def overview(run: RunFolder) -> Json:
             "usd": ahead["usd_left"],
             "seconds": _left_s(rows, planned, iterations),
         },
+        "estimate": said_before(run),
         "target": goal,
         "seen_at": attempts[-1].seen_at if attempts else None,
         "attempts": len(attempts),
@@ -100,6 +102,13 @@ def overview(run: RunFolder) -> Json:
         "validations": validation_rows(run),
         "row": rows[-1] if rows else {},
     }
+
+
+def said_before(run: RunFolder) -> Json | None:
+    """What the whole run was estimated to take; None: nothing was said."""
+    path = run.readable(run.paths.estimate)
+    said = None if path is None else read_estimate(path)
+    return None if said is None else asdict(said)
 
 
 def headline(run: RunFolder) -> Json:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -153,12 +152,6 @@ class MarketRecord:
         """Counts such as ``remove done``."""
         counts = Counter(f"{outcome.kind.value} {outcome.fate.value}" for outcome in self.outcomes)
         return dict(sorted(counts.items()))
-
-    def lateness_s(self, kind: TraceEventKind) -> Iterator[float]:
-        """Delay in seconds of each completed event of a kind."""
-        for outcome in self.outcomes:
-            if outcome.kind is kind and outcome.actual_s is not None:
-                yield outcome.actual_s - outcome.planned_s
 
     def _removal(self, node: str, state: _State | None, index: int) -> tuple[Order, int] | None:
         match state:

@@ -54,19 +54,19 @@ def _pixels(config: RunConfig) -> int:
 
 
 def measured_speed(directory: Path) -> Speed | None:
-    """Of a run that has trained two iterations or more."""
+    """Of a run that has trained three iterations or more."""
     from spotlight.dry_run.run_plan import make_plan
     from spotlight.report.record import read_run
+    from spotlight.store.run_estimate import read_so_far
 
     try:
-        record = read_run(directory)
-        plan = make_plan(record.config)
+        config, (_, pace) = read_run(directory).config, read_so_far(directory)
+        plan = make_plan(config)
     except UserError:
         return None
-    if not plan.seconds_per_iteration or not record.wall_s:
+    if pace is None or not pace.iteration_s:
         return None
-    pixels_s = iteration_pixels(record.config, plan) / plan.seconds_per_iteration
-    return Speed(directory.name, pixels_s, record.history.cost_usd / record.wall_s)
+    return Speed(directory.name, iteration_pixels(config, plan) / pace.iteration_s, pace.usd_s)
 
 
 def print_runs(
