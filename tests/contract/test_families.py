@@ -234,7 +234,8 @@ def test_one_step_equals_that_of_a_plain_loop(
     assert relative <= PLAIN_TOLERANCE
 
 
-COMFYUI_NAMES = {"wan": r"diffusion_model\.blocks\.\d+\.((self|cross)_attn\.[qkvo]|ffn\.[02])"}
+WAN_NAMES = r"diffusion_model\.blocks\.\d+\.((self|cross)_attn\.[qkvo]|ffn\.[02])"
+COMFYUI_NAMES = {"wan": WAN_NAMES, "wan-i2v": WAN_NAMES}
 """Where they are not diffusers'."""
 
 

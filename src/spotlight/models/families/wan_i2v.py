@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from spotlight.models.condition import FIRST_FRAME, SEEN
 from spotlight.models.families.wan import Wan
 from spotlight.models.family import ConditionBatch, Instruction, MediaSize, ModelError, encode_normalised
-from spotlight.models.family_facts import read_models
+from spotlight.models.family_facts import config_integer, read_models
 from spotlight.models.text.references import open_reference
 from spotlight_files.pipeline_files import PipelineComponent
 
@@ -78,9 +78,10 @@ class WanI2V(Wan):
         shapes = super().condition_shapes(text_tokens) | {FIRST_FRAME: (1, 1, 1, self.vae.config.z_dim)}
         if self.config.image_dim is None:
             return shapes
-        encoder = self.files.config("image_encoder")
-        patches = int(encoder["image_size"]) // int(encoder["patch_size"])
-        return shapes | {SEEN: (1 + patches**2, self.config.image_dim)}
+        side, patch = (
+            config_integer(self.files, "image_encoder", key) for key in ("image_size", "patch_size")
+        )
+        return shapes | {SEEN: (1 + (side // patch) ** 2, self.config.image_dim)}
 
     def embed_instruction(self, pipeline: Any, instruction: Instruction) -> dict[str, Tensor]:
         """The pipeline's own embeddings, and its latents of the first frame."""
