@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 ITERATIONS, PROMPTS, GROUP = 3, 2, 4
+TINY_ITERATIONS = 2
 TARGET = 0.78
 """Strict score on held-out prompts; the testbed begins at .59."""
 USD_H = {"cuda": 6.88, "cpu": 0.05}
@@ -55,7 +56,13 @@ _WORK = (
 )
 """What all runs of the whole model change in their recipe: an iteration of some seconds."""
 _STRICT = "validation/strict"
-_TINY = ("rollout.height=32", "rollout.width=32", "rollout.steps=4", "evaluation.steps=4")
+_TINY = (
+    f"iterations={TINY_ITERATIONS}",
+    "rollout.height=32",
+    "rollout.width=32",
+    "rollout.steps=4",
+    "evaluation.steps=4",
+)
 
 
 # -- one process -------------------------------------------------------------------------------------------
@@ -144,7 +151,11 @@ def replaced(lab: Lab) -> Outcome:
             killed_at = _kill_worker(command, cluster.id)
             command.finish()
             audit(command.run)
-            found, seconds = _after_the_kill(command, killed_at), [*map(phases, trained_rows(command))]
+            wanted = PROMPTS * GROUP * (TINY_ITERATIONS if lab.tiny else ITERATIONS)
+            found, seconds = (
+                _after_the_kill(command, killed_at, wanted),
+                [*map(phases, trained_rows(command))],
+            )
     details = {**found, "family": family_name(lab), "seconds": seconds, "peak_gb": peak() / 1e9}
     return Outcome(float(str(found["at_work_again_s"])), details)
 
@@ -162,14 +173,15 @@ def _kill_worker(command: TrainCommand, cluster: str) -> float:
     return time.time()
 
 
-def _after_the_kill(command: TrainCommand, killed_at: float) -> dict[str, object]:
-    """What the ledger says. Raises RuntimeError if the worker was not replaced, or samples are missing."""
+def _after_the_kill(command: TrainCommand, killed_at: float, wanted: int) -> dict[str, object]:
+    """What the ledger says. Raises RuntimeError if the worker was not replaced, or of the ``wanted`` samples
+    some are missing.
+    """
     crashes = command.ask("SELECT subject, detail FROM incidents WHERE kind = 'worker_crashed'")
     leases = command.ask(
         f"SELECT at, from_step FROM leases WHERE at > {killed_at!r} AND epoch > 0 ORDER BY at"
     )
     ((trained,),) = command.ask("SELECT COUNT(*) FROM outcomes WHERE kind = 'trained'")
-    wanted = ITERATIONS * PROMPTS * GROUP
     if not crashes or not leases or trained != wanted:
         raise RuntimeError(f"{trained} of {wanted} samples trained, crashes: {crashes}, leases: {leases}")
     at, step = leases[0]

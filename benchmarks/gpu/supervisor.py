@@ -22,6 +22,8 @@ START_S = 120.0
 """For a process to import torch, diffusers and peft on a slow disk."""
 GRACE_S = 45.0
 """Beyond a row's budget: making the model, compiling."""
+_TINY_FACTOR = 4
+"""Of both: a tiny model runs where others compute, too."""
 _SMALLEST_S = 5.0
 
 
@@ -83,7 +85,7 @@ def supervise(
         home: for models and sockets of the row processes.
         limit_s: of all together. A row that would not fit is skipped.
     """
-    ends = time.monotonic() + limit_s
+    ends, factor = time.monotonic() + limit_s, _TINY_FACTOR if tiny else 1
     process: RowProcess | None = None
     starts = True
     try:
@@ -95,13 +97,12 @@ def supervise(
                 continue
             if process is None and starts:
                 process = RowProcess(home, device, tiny, model)
-                starts = _begun(process, report)
+                starts = _begun(process, report, START_S * factor)
             if process is None or not starts:
                 note = f"its process does not start on {device!r}: the reason is above"
                 report.add(result_of(row, Verdict.FAIL, 0.0, tiny=tiny, note=note))
                 continue
-            grace_s = 4 * GRACE_S if tiny else GRACE_S  # a tiny model runs where others compute, too
-            result, broken = _run(process, row, min(row.budget_s + grace_s, left), tiny)
+            result, broken = _run(process, row, min(row.budget_s + GRACE_S * factor, left), tiny)
             report.add(result)
             if broken:
                 process.end()
@@ -111,10 +112,10 @@ def supervise(
             process.end()
 
 
-def _begun(process: RowProcess, report: Report) -> bool:
+def _begun(process: RowProcess, report: Report, timeout_s: float) -> bool:
     """Whether the process is there to run rows: torch, diffusers and the device are."""
     try:
-        message = process.receive(START_S)
+        message = process.receive(timeout_s)
     except EOFError:
         return False
     if message is not None:

@@ -118,6 +118,7 @@ def large(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(660)  # two processes, of which each has half
 def test_the_text_encoder_and_the_transformer_are_never_held_together(large: Path, tmp_path: Path) -> None:
     at_once, later = (_in_a_process(large, tmp_path / str(each), each) for each in (True, False))
     held = sum(file.stat().st_size for file in (large / "transformer").glob("*.safetensors")) / 2  # bfloat16

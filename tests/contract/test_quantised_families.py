@@ -139,10 +139,13 @@ def test_holds_what_is_on_file_within_its_error(name: str, kind: str, tmp_path: 
 
 
 @pytest.mark.parametrize(("name", "kind"), EVERY)
-def test_merged_weights_are_those_of_the_files_with_the_adapter(name: str, kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_merged_weights_are_those_of_the_files_with_the_adapter(
+    name: str, kind: str, dtype: str, tmp_path: Path
+) -> None:
     merged = {}
     for quantize in (kind, "none"):
-        family = load(name, tmp_path, quantize=quantize)
+        family = load(name, tmp_path, quantize=quantize, dtype=DTYPES[dtype])
         files = weight_sources(family.files, list(denoisers(family.transformer)), None).reader()
         slots = LoraSlots(family.transformer, LoraSpec(4, 8.0, family.lora_targets), files=files)
         weights = slots.state("policy")
@@ -151,7 +154,9 @@ def test_merged_weights_are_those_of_the_files_with_the_adapter(name: str, kind:
         slots.load_state("policy", drawn)
         merged[quantize] = slots.merged_state("policy")
     assert merged[kind].keys() == merged["none"].keys()
-    assert all(torch.equal(tensor, merged["none"][key]) for key, tensor in merged[kind].items())
+    for key, tensor in merged[kind].items():
+        assert tensor.dtype == merged["none"][key].dtype, key
+        assert torch.equal(tensor, merged["none"][key]), key
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -20,6 +20,7 @@ from main_job import (
     At,
     Ended,
     Job,
+    RecordedRun,
     Straight,
     _processes,
     _work_as_rank,
@@ -30,6 +31,8 @@ from tests.bucket_server import BUCKET, BucketServer, bucket_server
 from typer.testing import CliRunner
 
 from spotlight.cli.main import app
+from spotlight.cli.runs.train import driver_of
+from spotlight.config.load import load_run
 from spotlight.runtime.signals import on_signals
 from spotlight.store.checkpoints import CheckpointStore
 from spotlight.store.ledger.ledger_schema import Ending
@@ -40,7 +43,7 @@ from spotlight_bucket.bucket_objects import BucketError
 from spotlight_bucket.bucket_runs import BUCKET_RUNS
 from spotlight_bucket.snapshots import FencedError
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ADDRESS = f"s3://{BUCKET}/runs"
 Train = Callable[..., Ended]
 
@@ -55,11 +58,13 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketServer]:
 
 @pytest.fixture
 def train(job: Job, server: BucketServer, tmp_path: Path) -> Train:
-    """Train on a machine of this name, in a process of its own."""
+    """Train on a machine of this name, in a process of its own; with an address, go on with that run."""
 
     def on(machine: str, name: str, *signals: At, overrides: tuple[str, ...] = ()) -> Ended:
-        places = f"runs_dir={ADDRESS}", f"cache_dir={tmp_path / machine}"
-        arguments, answer = job.arguments(name, *NFT, *places, *overrides), tmp_path / "answer.json"
+        cache, answer = f"cache_dir={tmp_path / machine}", tmp_path / "answer.json"
+        arguments = job.arguments(name, *NFT, f"runs_dir={ADDRESS}", cache, *overrides)
+        if "://" in name:
+            arguments = [name, cache, *overrides]
         answer.unlink(missing_ok=True)
         process = _processes.Process(
             target=_work_as_rank, args=(server.environment, arguments, signals, answer)
@@ -127,12 +132,58 @@ def test_a_head_that_dies_with_its_disk_goes_on_elsewhere_as_if_nothing_had_been
     named = CliRunner().invoke(app, ["train", f"{ADDRESS}/demo", "iterations=5", "--dry-run"])
     said = "".join(named.stdout.split())
     assert f"afteriteration4of5:{ADDRESS}/demo" in said, named.output
-    forked = CliRunner().invoke(app, ["train", "--fork", f"{ADDRESS}/demo", "--name", "other"])
-    assert "expected a run in a folder" in forked.output
     missing = CliRunner().invoke(app, ["audit", f"{ADDRESS}/other"])
     assert "no run 'other' is in" in missing.output
     again = train("another", "demo")
     assert any("finished before: 4 iterations" in note for note in again.notes), again
+
+
+def test_a_changed_course_and_a_fork_are_as_in_a_folder(
+    job: Job, train: Train, server: BucketServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, changes = ("iterations=2", "checkpoint.keep=9"), ("iterations=3", "learner.learning_rate=0.01")
+    folder = tmp_path / "folder" / "demo"
+    config = job.config("demo", *NFT, *begun, f"runs_dir={folder.parent}")
+    assert driver_of(config)(config, RecordedRun(), 0.0).summary is not None
+    before = outcome(folder)
+    config = load_run(folder, changes)
+    assert driver_of(config)(config, RecordedRun(), 0.0).summary is not None
+
+    assert train("machine", "demo", overrides=begun).finished
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "reader"))
+    at = f"{ADDRESS}/demo"
+    forking = [
+        "train",
+        "--plain",
+        "--fork",
+        at,
+        "--iteration",
+        "1",
+        "--name",
+        "same",
+        f"cache_dir={tmp_path / 'forker'}",
+    ]
+    for _ in range(2):  # the same command goes on
+        forked = CliRunner().invoke(app, forking)
+        assert forked.exit_code == 0, forked.output
+    assert f"spotlight train {ADDRESS}/same" in "".join(forked.output.split("\n"))
+    assert outcome(run_on(tmp_path / "forker", "same")) == before
+    killed = train("machine", at, At("work training", 1), overrides=changes)
+    assert killed.exit_code == -signal.SIGKILL, killed
+    shutil.rmtree(tmp_path / "machine")
+    release(server)
+    ended = train("another", at, overrides=changes)
+    assert ended.finished, ended
+    assert outcome(run_on(tmp_path / "another", "demo")) == outcome(folder)
+    reports = {
+        name: json.loads(CliRunner().invoke(app, ["audit", f"{ADDRESS}/{name}", "--json"]).stdout)
+        for name in ("demo", "same")
+    }
+    assert not any(each["violations"] for each in reports.values())
+    assert reports["same"]["course"] == ["from iteration 1 on: forked from demo"]
+    assert reports["demo"]["course"] == [
+        "from iteration 2 on: iterations 2 to 3; learner.learning_rate 0.03 to 0.01"
+    ]
 
 
 def release(server: BucketServer) -> None:

@@ -112,6 +112,14 @@ def scored(section: dict[str, Any]) -> list[float]:
     return found.curves["score"]
 
 
+class Bright:
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def score(self, images: Sequence[Image], prompts: Sequence[str], metadata: object) -> list[float]:
+        return [self.factor * float(image.mean()) / 255 for image in images]
+
+
 def test_functions_of_modules_are_named_and_others_copied(tmp_path: Path) -> None:
     assert reward_of("ocr", tmp_path, tmp_path) == {"name": "ocr"}
     own = reward_of({"name": redness, "weight": 2}, tmp_path, tmp_path)
@@ -129,6 +137,8 @@ def test_functions_of_modules_are_named_and_others_copied(tmp_path: Path) -> Non
     )  # the same call goes on
     assert reward_of(bright, tmp_path / "other", tmp_path)["params"] != section["params"]
     assert reward_of(lambda *_: [0.0], tmp_path, tmp_path)["label"] == "lambda"
+    bound = reward_of(Bright(factor).score, tmp_path / "run", tmp_path)  # not Bright.score of another process
+    assert (bound["label"], scored(bound)) == ("score", [pytest.approx(0.6)])
     lock = threading.Lock()
     with pytest.raises(ConfigError, match=r"the function lambda, which cannot be copied .*cannot pickle"):
         reward_of(lambda *_: [lock], tmp_path, tmp_path)

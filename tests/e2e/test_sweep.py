@@ -15,12 +15,14 @@ from typing import Any
 import pytest
 import yaml
 from main_job import Job
+from typer.testing import CliRunner
 
 import spotlight
+from spotlight.cli.main import app
 from spotlight.report.record import read_run
 from spotlight.store.run_directory import RunPaths
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 WIDE = {"COLUMNS": "200"}
 
 
@@ -75,29 +77,35 @@ NAMES = [f"rates-learning_rate-{rate}-run_seed-{seed}" for rate in (0.01, 0.03) 
 
 
 def test_a_killed_sweep_goes_on_where_it_was(job: Job, tmp_path: Path) -> None:
-    path, runs = write_sweep(job, tmp_path, grid=GRID)
+    seeds, names = {"run_seed": [0, 1]}, [f"rates-run_seed-{seed}" for seed in (0, 1)]
+    path, runs = write_sweep(job, tmp_path, grid=seeds)
     first = begin(str(path))
-    read_until(first, rf"{NAMES[1]}: .*iteration 2/4")
+    read_until(first, rf"{names[1]}: .*iteration 2/4")
     first.kill()  # its run is sent a SIGTERM, and keeps what it did
     first.wait()
-    code, output = sweep(str(path), "--dry-run")
-    assert code == 0, output
-    assert f"what {NAMES[0]} took for a forward" in output
+    planned = CliRunner().invoke(app, ["sweep", str(path), "--dry-run"], env=WIDE)
+    assert planned.exit_code == 0, planned.output
+    assert f"what {names[0]} took for a forward" in planned.output
     code, output = sweep(str(path))
     assert code == 0, output
-    assert states(output, NAMES) == dict.fromkeys(NAMES, "finished")
-    assert f"{NAMES[0]}: [" not in output  # finished before
-    assert re.search(rf"{NAMES[1]}: .*(resum|goes on|iteration 2)", output), output
-    for name in NAMES:
+    assert states(output, names) == dict.fromkeys(names, "finished")
+    assert f"{names[0]}: [" not in output  # finished before
+    assert re.search(rf"{names[1]}: .*(resum|goes on|iteration 2)", output), output
+    for name in names:
         record = read_run(runs / name)
         assert (record.history.state, record.history.iterations) == ("finished", 4)
         assert spotlight.open(runs / name).audit().ok
-    assert len(read_run(runs / NAMES[1]).history.attempts) > 1
+    assert len(read_run(runs / names[1]).history.attempts) > 1
     assert "90 % intervals over seeds" in output
-    assert re.search(rf"{NAMES[0]} \+1 .*\n{NAMES[2]} \+1 ", output), output
-    again, output = sweep(str(path))
-    assert again == 0
-    assert "iteration 4/4" not in output  # nothing is left to do
+    assert re.search(rf"{names[0]} \+1 ", output), output
+    again = CliRunner().invoke(app, ["sweep", str(path)], env=WIDE)
+    assert (again.exit_code, states(again.output, names)) == (0, dict.fromkeys(names, "finished"))
+    assert "iteration 4/4" not in again.output  # nothing is left to do
+    # Another setting of all runs is another sweep, which is said before any of them is started.
+    path.write_text(path.read_text().replace("learner.learning_rate: 0.03", "learner.learning_rate: 0.02"))
+    changed = CliRunner().invoke(app, ["sweep", str(path)], env=WIDE)
+    assert (changed.exit_code, f"{names[0]}: [" in changed.output) == (2, False), changed.output
+    assert "learner.learning_rate: 0.03 in the run, 0.02 now" in changed.output
 
 
 def test_ctrl_c_stops_runs_side_by_side_where_they_can_go_on(job: Job, tmp_path: Path) -> None:
@@ -149,12 +157,22 @@ def test_optuna_goes_on_with_what_it_has_asked_for(job: Job, tmp_path: Path) -> 
     first.wait()
     code, output = sweep(str(path))
     assert code == 0, output
+    text = path.read_text()
+    path.write_text(text.replace("trials: 2", "trials: 3"))
+    assert sweep(str(path), "--dry-run")[0] == 0
+    code, output = sweep(str(path))
+    assert code == 0, output
+    known = sorted(each.parent.name for each in runs.glob("*/config.yaml"))
+    assert states(output, known) == dict.fromkeys(known, "finished")  # those of earlier days, too
+    path.write_text(text.replace("search:\n", "search:\n  goal: minimize\n"))
+    code, output = sweep(str(path))
+    assert (code, "expected maximize, as it was begun with" in " ".join(output.split())) == (2, True), output
     with sqlite3.connect(runs / "rates.optuna.sqlite") as study:
         found = study.execute("SELECT number, state FROM trials").fetchall()
         values = study.execute("SELECT value FROM trial_values").fetchall()
-    assert found == [(number, "COMPLETE") for number in range(2)]
+    assert found == [(number, "COMPLETE") for number in range(3)]
     names = sorted(each.parent.name for each in runs.glob("*/config.yaml"))
-    assert len(names) == 2
+    assert len(names) == 3
     scores = [read_run(runs / name).validations[-1].scores["graded"].mean for name in names]
     assert sorted(each for (each,) in values) == pytest.approx(sorted(scores))
     assert all(RunPaths(runs / name).summary.is_file() for name in names)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import httpx2
 import pytest
-from main_job import NFT, Job, clean_audit
+from main_job import Job, clean_audit
+from voted_run import voted_run
 
 from spotlight.cli.runs import dashboard_beside, vote_option
 from spotlight.cli.runs.vote_option import VoteError, vote_overrides
@@ -49,26 +47,15 @@ def test_without_a_dashboard_nobody_could_vote(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_is_trained_by_the_votes_on_the_dashboard_beside_it(job: Job) -> None:
-    few = "evaluation.prompts=1", "evaluation.images_per_prompt=1", "evaluation.grid_images=1"
-    arguments = job.arguments("judged", *NFT, "iterations=1", "evaluation.every=1", *few)
-    command = [sys.executable, "-m", "spotlight.cli", "train", "--vote", "--plain", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
-        assert run.stdout is not None
-        page = next(
-            filter(
-                None, (re.search(r"(http://127\S+)/\?token=(\S+)#/judged/votes", line) for line in run.stdout)
-            )
-        )
-        votes = 0
-        try:
-            with httpx2.Client(base_url=f"{page[1]}/api/runs/judged", timeout=60) as client:
-                assert client.post(f"{page[1]}/api/session", json={"token": page[2]}).status_code == 200
-                while run.poll() is None:
-                    votes += vote_once(client)
-                    time.sleep(0.05)  # between two looks
-        finally:
-            run.kill()
-            run.stdout.read()
+    votes = 0
+    with (
+        voted_run(job, "judged", "iterations=1") as (run, page),
+        httpx2.Client(base_url=f"{page['address']}/api/runs/judged", timeout=60) as client,
+    ):
+        assert client.post(f"{page['address']}/api/session", json={"token": page["token"]}).status_code == 200
+        while run.poll() is None:
+            votes += vote_once(client)
+            time.sleep(0.05)  # between two looks
     assert run.returncode == 0
     kept = [json.loads(path.read_text()) for path in (job.root / "judged" / "votes").glob("*.json")]
     assert votes == len(kept) == 2  # of the iteration's groups; nobody is asked about evaluations

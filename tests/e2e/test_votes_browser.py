@@ -22,7 +22,9 @@ from dashboard_page import CHROMIUM, open_view, watched
 from main_job import NFT, At, Ended, Job, clean_audit, run_process
 from PIL import Image as PILImage
 from tests.unit.dashboard_run import HOSTILE, served
+from voted_run import voted_run
 
+from spotlight.store.ledger.ledger_audit import AuditLimits
 from spotlight_rewards.ballots import Ballot, BallotBox, picture_name
 
 if TYPE_CHECKING:
@@ -156,3 +158,98 @@ def vote_on_the_page(
             page.wait_for_selector("[role=status] >> text=Your vote is recorded")
             voted[name] = [source.rpartition("/")[2]]
         return int(address.rpartition(":")[2]), voted
+
+
+@pytest.mark.timeout(600)
+def test_pairs_are_voted_on_by_keys_and_on_a_phone_and_every_round_says_what_was_learnt(
+    browser: Browser, job: Job
+) -> None:
+    with voted_run(job, "pairs", "rollout.group_size=2", "iterations=3") as (run, printed):
+        with watched(browser, viewport={"width": 1180, "height": 900}) as screen:
+            screen.goto(printed[0])
+            learnt = screen.locator(".learnt")
+            ask_pair(screen)
+            assert learnt.inner_text() == ""
+            better = by_keys(screen)
+            press_on(screen, "0")  # all alike
+            ask_pair(screen)
+            learnt.get_by_role("heading", name="What was learnt in round 1", exact=True).wait_for()
+            said = learnt.inner_text()
+            assert (
+                "updated with 2 of 2 groups, of which 1 all alike, from which nothing is learnt: 1 pair of "
+                "pictures with a better one, in " in said
+            )
+            assert "Its pictures come with the votes of the next." in said
+        phone = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
+        with served(job.root) as address, watched(browser, **phone) as hand:
+            open_view(hand, address, "votes", run="pairs")
+            tapped = [by_thumb(hand) for _ in range(2)]
+            ask_pair(hand)
+            learnt = hand.locator(".learnt")
+            learnt.locator("img").first.wait_for()
+            assert learnt.get_by_role("heading").first.inner_text() == "What was learnt in round 1"
+            assert learnt.locator("figcaption").all_inner_texts() == ["at the start", "after"]
+            assert "Round 2 is learnt, too" in learnt.inner_text()
+            rows = [row.split("\t") for row in learnt.locator("tbody").inner_text().split("\n")]
+            assert [row[:4] for row in rows] == [
+                ["2", "2 of 2", "2", "updated"],
+                ["1", "2 of 2", "1", "updated"],
+            ]
+            assert hand.evaluate("document.documentElement.scrollWidth") <= 390
+            by_thumb(hand)
+            by_thumb(hand)
+        assert run.wait(300) == 0
+    votes = {path.stem: json.loads(path.read_text()) for path in (job.root / "pairs/votes").glob("*.json")}
+    assert [votes[ballot]["ranking"] for ballot, _ in (better, *tapped)] == [
+        [votes[ballot]["pictures"][place]] for ballot, place in (better, *tapped)
+    ]
+    assert sorted(len(vote["ranking"]) for vote in votes.values()) == [0, 1, 1, 1, 1, 1]
+    assert clean_audit(job.root / "pairs", AuditLimits(group_size=2)).counts.trained >= 5 * 2
+
+
+def ask_pair(page: Page) -> str:
+    """Wait until a pair can be voted on, all of which can be seen; its ballot."""
+    page.wait_for_selector(".ballot .picture button:not([disabled])")
+    assert page.locator(".ballot .picture").count() == 2
+    return str(page.locator(".ballot").get_attribute("data-ballot"))
+
+
+def press_on(page: Page, *keys: str) -> None:
+    """Press keys, of which the last votes."""
+    voted = ask_pair(page)
+    for key in keys:
+        page.keyboard.press(key)
+    page.wait_for_function("voted => document.querySelector('.ballot')?.dataset.ballot !== voted", arg=voted)
+
+
+def by_keys(page: Page) -> tuple[str, int]:
+    """Vote for the second, after changes of mind; ballot and place of the picture."""
+    ballot, pictures = ask_pair(page), page.locator(".ballot .picture button")
+    labels = "buttons => buttons.map(each => each.getAttribute('aria-label'))"
+    for key, expected in (
+        ("2", ["picture 1", "picture 2, place 1"]),
+        ("1", ["picture 1, place 2", "picture 2, place 1"]),
+        ("2", ["picture 1, place 1", "picture 2"]),
+        ("3", ["picture 1, place 1", "picture 2"]),
+        ("Backspace", ["picture 1", "picture 2"]),
+        ("Enter", ["picture 1", "picture 2"]),  # nothing is chosen
+    ):
+        page.keyboard.press(key)
+        assert pictures.evaluate_all(labels) == expected, key
+    press_on(page, "2", "Enter")
+    return ballot, 1
+
+
+def by_thumb(page: Page) -> tuple[str, int]:
+    """Tap the first and vote, both of which are there without scrolling; ballot and place of the picture."""
+    ballot = ask_pair(page)
+    for box in page.locator(".ballot button").all():
+        place = box.bounding_box()
+        assert place is not None
+        assert place["x"] >= 0
+        assert place["x"] + place["width"] <= 390
+        assert min(place["width"], place["height"]) >= 44  # of a thumb
+    page.locator(".ballot .picture button").first.tap()
+    page.locator("button:text-is('Vote')").tap()
+    page.wait_for_function("voted => document.querySelector('.ballot')?.dataset.ballot !== voted", arg=ballot)
+    return ballot, 0

@@ -15,6 +15,7 @@ from rich.console import Console
 from spotlight.cli.runs import progress
 from spotlight.cli.runs.progress import Facts, LiveProgress, PlainProgress, RunProgress, make_progress
 from spotlight.config.schema import RunConfig
+from spotlight.runtime.observer import tell_stop
 from spotlight.scheduler.types import Phase
 
 EVALUATED = {"strict": 0.487, "strict_stderr": 0.025, "graded": 0.834, "graded_stderr": 0.006}
@@ -133,6 +134,19 @@ def test_long_work_is_said_now_and_then_only(clock: Clock) -> None:
         plain.work(Phase.ROLLOUT, second + 1, 100)
     assert len(screen(console).splitlines()) == 3
     assert "rollout 31/100  1.0/s" in screen(console)
+
+
+def test_a_stop_that_waits_says_how_long(clock: Clock) -> None:
+    console = Console(file=io.StringIO(), width=200)
+    plain = PlainProgress(facts(clock), console)
+    tell_stop(plain, "not measured yet", at_once=False)
+    for done in range(1, 4):
+        clock.now += 5
+        plain.work(Phase.TRAINING, done, 12)
+    tell_stop(plain, "trained to its end first", at_once=False)
+    tell_stop(plain, "begins again", at_once=True)
+    said = [line.partition("] ")[2] for line in screen(console).splitlines()]
+    assert said == ["not measured yet", "trained to its end first: about 45 s", "begins again"]
 
 
 def test_the_live_screen_shows_both_bars_the_scores_and_what_is_left(clock: Clock) -> None:

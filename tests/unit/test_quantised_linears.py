@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from spotlight.models.shared.quantised import held, hold, is_held
+from spotlight_files.model_errors import ModelError
 from spotlight_kernels.quantised import BYTES
 from spotlight_kernels.quantised.int8 import Int8Linear
 from spotlight_kernels.quantised.linear import QuantisedLinear
@@ -131,3 +132,12 @@ def test_only_plain_linear_layers_are_replaced() -> None:
     assert not held(model)
     hold(model, "int8")
     assert list(held(model)) == ["blocks.0.a"]
+
+
+def test_a_model_without_lists_of_blocks_is_refused_rather_than_left_whole() -> None:
+    model = nn.Module()
+    model.inner = nn.ModuleDict({"blocks": nn.ModuleList([nn.ModuleDict({"a": nn.Linear(4, 4)})])})
+    with pytest.raises(
+        ModelError, match=r"model.quantize is 'nf4', and no linear layer .* blocks.0.attn.to_q"
+    ):
+        hold(model, "nf4")

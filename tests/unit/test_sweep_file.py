@@ -85,6 +85,11 @@ def test_a_search_is_checked_at_the_ends_of_its_ranges(tmp_path: Path) -> None:
         ("grid: {run_seed: [1, 1]}", "rates-run_seed-1 twice; expected every combination once"),
         ("set: {run_seed: 1}\ngrid: {run_seed: [1, 2]}", "run_seed: found a key that varies"),
         ("grid: {name: [a, b]}", "name: found a key that varies"),
+        ("set: {name: x}\ngrid: {run_seed: [1]}", "set.name: found 'x'; expected nothing: runs are named by"),
+        ("cases: [{run_seed: 1}]\ngrid: {run_seed: [2]}", "run_seed: found a key of both cases and grid"),
+        ("cases: [{a.x: 1}, {b.x: 1}]", "grid: found rates-x-1 for several; expected another name"),
+        ("search: {trials: 1, space: {a: {low: 1, high: .inf}}}", r"search.space.a.*high: found inf"),
+        ("search: {trials: 1, space: {a: {low: 1.5, high: 4, whole: true}}}", "whole numbers, with whole"),
         ("search: {trials: 1, space: {a: {low: 2, high: 1}}}", r"search.space.a: found 2 to 1; expected low"),
         ("search: {trial: 1, space: {a: [1]}}", r"search.trial: found an unknown key.*'trials'"),
         ("search: {trials: 0, space: {a: [1]}}", r"search.trials: found 0; expected greater than 0"),
@@ -119,6 +124,29 @@ def test_runs_together_on_one_cluster_are_refused(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["sweep", str(written(tmp_path, text)), "--together", "2"])
     assert result.exit_code == 2
     assert "a run takes all nodes of its cluster" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "said"),
+    [
+        ("{runs_dir: 's3://bucket/runs'}", [], "runs_dir: found s3://bucket/runs; expected a folder"),
+        ("{fleet.driver: ray}", ["--ranks", "2"], "--ranks: found 2; expected none with fleet.driver=ray"),
+    ],
+)
+def test_what_a_sweep_cannot_do_is_refused(
+    tmp_path: Path, text: str, arguments: list[str], said: str
+) -> None:
+    path = written(tmp_path, f"set: {text}\ngrid: {{run_seed: [0, 1]}}")
+    result = CliRunner().invoke(app, ["sweep", str(path), *arguments])
+    assert result.exit_code == 2
+    assert said in " ".join(result.output.split())
+
+
+def test_a_dry_run_of_a_search_makes_nothing(tmp_path: Path) -> None:
+    text = f"set: {{runs_dir: {tmp_path}/runs}}\nsearch: {{trials: 2, space: {{rollout.steps: [4, 8]}}}}"
+    result = CliRunner().invoke(app, ["sweep", str(written(tmp_path, text)), "--dry-run"])
+    assert result.exit_code == 0, result.output
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_refusal_is_believed_where_the_run_is_free_the_second_time(tmp_path: Path) -> None:

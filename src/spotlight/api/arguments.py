@@ -89,12 +89,15 @@ def reward_of(reward: RewardArgument, run: Path, cache: Path) -> dict[str, Any]:
 
 
 def importable(function: Callable[..., Any]) -> str | None:
-    """``module:function``, by which another process imports it; None: it cannot."""
-    module, name = function.__module__, getattr(function, "__qualname__", "<object>")
+    """``module:function``, by which another process imports it; None: it cannot, as a bound method."""
+    module, name = function.__module__, getattr(function, "__qualname__", "")
+    found: object = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
     if module == "__main__":
         script = getattr(sys.modules["__main__"], "__file__", None)
         module = Path(script).stem if script else ""
-    return f"{module}:{name}" if module and "<" not in name else None
+    return f"{module}:{name}" if module and found is function else None
 
 
 def prompt_files(

@@ -115,7 +115,7 @@ class Run:
         from spotlight.config.load import load_run
         from spotlight.runtime.resuming.course import fork
 
-        config = load_run(self.directory, [*overrides_of(keys), f"name={name}"])
+        config = load_run(self.directory, [*overrides_of(keys), f"name={name}"], forks=True)
         return Run(fork(self.directory, config, iteration))
 
     def export(

@@ -19,6 +19,7 @@ def forked(
     Raises:
         ConfigError, StoreError: see :func:`spotlight.runtime.resuming.course.fork`.
     """
+    from spotlight.cli.runs.train import in_a_folder
     from spotlight.config.load import load_run
     from spotlight.runtime.resuming.course import fork, fork_plan
     from spotlight.store.ledger.course_changes import CourseChange, course_words
@@ -28,21 +29,23 @@ def forked(
         raise failure("--name and --iteration are of --fork; expected it. Add --fork RUN, or say name=NAME.")
     if name is None:
         raise failure("--fork without --name; expected the new run's. Add --name NAME.")
-    if stored_runs(Path(parent).parent) is not None:
-        raise failure(
-            f"--fork is {parent}; expected a run in a folder, beside which the fork is made. Name one."
-        )
-    run = find_run(parent)
-    config = load_run(run, [*overrides, f"name={name}"])
+    run = find_run(parent, whole=True)
+    beside = [] if stored_runs(Path(parent).parent) is None else [f"runs_dir={Path(parent).parent}"]
+    config = load_run(run, [*beside, *overrides, f"name={name}"], forks=True)
     console = Console(highlight=False)
+
+    def say(text: str) -> None:
+        console.print(Text(text), soft_wrap=True)
+
     if dry_run:
         checkpoint, changes = fork_plan(run, config, iteration)
         at = checkpoint.header.iteration
         said = course_words([CourseChange(at, 0, key, *values) for key, values in changes.items()])
-        console.print(Text(f"The run {name} would begin {', '.join(said)}"), soft_wrap=True)
+        say(f"The run {name} would begin {', '.join(said)}")
         return []
-    place = fork(run, config, iteration)
-    console.print(
-        Text(f"{place}: a fork of {run.name}, of which `spotlight train {place}` goes on"), soft_wrap=True
-    )
-    return [str(place), *overrides]
+    with in_a_folder(config, say) as local:
+        fork(run, local, iteration)
+    kept = stored_runs(config.runs_dir)
+    place = f"{config.runs_dir if kept is None else kept.address}/{name}"
+    say(f"{place}: a fork of {run.name}, of which `spotlight train {place}` goes on")
+    return [place, *overrides]

@@ -78,8 +78,11 @@ def load_dump(path: Path, *, installed: bool = True) -> RunConfig:
     return _parsed(tree, str(path), any_name=not installed)
 
 
-def load_run(directory: Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_run(directory: Path, overrides: Sequence[str] = (), *, forks: bool = False) -> RunConfig:
     """What a run has, with changes of its course: a configuration that names its run.
+
+    Args:
+        forks: for a fork of it, which has another name.
 
     Raises:
         ConfigError: all problems found.
@@ -89,8 +92,12 @@ def load_run(directory: Path, overrides: Sequence[str] = ()) -> RunConfig:
     if problems:
         raise ConfigError(source, problems)
     tree |= {"name": directory.resolve().name, "runs_dir": str(directory.parent)}
+    own = tree["name"]
     for override in overrides:
         apply_override(tree, override)
+    if tree["name"] != own and not forks:
+        remedy = f"Leave it out; or begin another run with its checkpoint: --fork {directory} --name NEW."
+        raise ConfigError(source, [Problem("name", repr(tree["name"]), f"{own!r}, the run's", remedy)])
     return build_config(tree, source).naming_run()
 
 

@@ -16,7 +16,7 @@ from spotlight.config.schema import RunConfig
 from spotlight.config.sections.algorithm import BatchStartSection
 from spotlight.data.media_size import media_size
 from spotlight.dry_run.model_plan import ModelSizes, NotHere, TransformerSizes, bind_targets
-from spotlight.models.shared.quantised import held_bytes, is_held
+from spotlight.models.shared.quantised import held_bytes, held_of
 from spotlight.rollout.limits import decode_batch
 from spotlight.training.timesteps import largest_pass
 
@@ -221,7 +221,8 @@ def _weights(config: RunConfig, model: ModelSizes, trained: int) -> Iterator[Est
     if config.learner.mode == "lora":
         yield Estimate("frozen DiT", *_frozen(config, model), "once loaded", divided=True)
         if config.model.quantize != "none":
-            largest = max(math.prod(shape) for name, shape in model.linears.items() if is_held(name))
+            held = held_of(model.linears, config.model.quantize)
+            largest = max(math.prod(model.linears[name]) for name in held)
             formula = f"{size} B x the largest one's, while it computes"
             yield Estimate("a layer's whole weight", float(largest * size), formula, "once loaded")
     yield Estimate("VAE", model.vae_parameters * 4, "4 B x parameters")
@@ -244,7 +245,7 @@ def _frozen(config: RunConfig, model: ModelSizes) -> tuple[float, str]:
     size, quantize = 2 if config.model.dtype == "bfloat16" else 4, config.model.quantize
     if quantize == "none":
         return float(model.parameters * size), f"{size} B x parameters"
-    held = [shape for name, shape in model.linears.items() if is_held(name)]
+    held = [model.linears[name] for name in held_of(model.linears, quantize)]
     count = sum(map(math.prod, held))
     packed = sum(held_bytes(quantize, *shape) for shape in held)
     formula = f"{packed / count:.3f} B x weights of linear layers in blocks + {size} B x others"

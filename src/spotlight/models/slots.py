@@ -292,9 +292,9 @@ class LoraSlots(WeightSlots):
         packed = self.packed()
         own = peft_layers.base_parameters(self._module).items()
         base = {name: tensor for name, tensor in own if name not in packed}
-        for layer in held(self._module) if packed else ():
+        for name, layer in held(self._module).items() if packed else ():
             assert self._files is not None, "a quantised base comes with its files"
-            base[f"{layer}.weight"] = self._files(f"{layer}.weight")
+            base[f"{name}.weight"] = self._files(f"{name}.weight").to(layer.dtype)
         return base
 
 

@@ -34,7 +34,7 @@ from spotlight.runtime.assembly.components import Recipes
 from spotlight.runtime.assembly.preview_settings import report_note, report_row
 from spotlight.runtime.clock import PhaseClock
 from spotlight.runtime.main_turn import MainTurn
-from spotlight.runtime.observer import NotScored, Observer
+from spotlight.runtime.observer import NotScored, Observer, tell_stop
 from spotlight.runtime.recorder import Picture, Recorder, shown
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
@@ -193,7 +193,8 @@ class InlineDriver:
             event = self._next_event()
             effects = self.parts.controller.handle(event, self.parts.clock.elapsed_s)
             if isinstance(event, ev.StopRequested):
-                self.parts.observer.note(self.parts.controller.stop_note)
+                controller = self.parts.controller
+                tell_stop(self.parts.observer, controller.stop_note, at_once=controller.stops_at_once)
             if isinstance(event, ev.GroupPulled) and not any(isinstance(e, ef.GrantLease) for e in effects):
                 raise RuntimeError("rollouts are outstanding, but the only worker was granted none")
             for effect in effects:

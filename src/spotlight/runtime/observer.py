@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Protocol
@@ -21,6 +22,9 @@ class Observer(Protocol):
         A half-denoised sample counts half.
         """
 
+    def left_s(self) -> float:
+        """Seconds that the phase of the last :meth:`work` still takes, as measured; NaN: unknown."""
+
     def billed(self, cost_usd: float) -> None:
         """Total cost so far, on clusters whose nodes come and go."""
 
@@ -29,6 +33,12 @@ class Observer(Protocol):
 
     def iterated(self, iteration: int, row: Mapping[str, float]) -> None:
         """An iteration was trained; ``row`` is its line in ``metrics.jsonl``."""
+
+
+def tell_stop(observer: Observer, note: str, *, at_once: bool) -> None:
+    """What a stop waits for, and how long, as far as that is measured."""
+    left_s = observer.left_s()
+    observer.note(note if at_once or math.isnan(left_s) else f"{note}: about {left_s:.0f} s")
 
 
 class NotScored:
@@ -56,6 +66,10 @@ class Silent:
 
     def work(self, phase: Phase, done: float, total: int) -> None:
         """Ignore."""
+
+    def left_s(self) -> float:
+        """Unknown."""
+        return math.nan
 
     def billed(self, cost_usd: float) -> None:
         """Ignore."""

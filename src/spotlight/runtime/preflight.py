@@ -22,6 +22,7 @@ from spotlight.store.run_directory import RunPaths, check_run_directory
 from spotlight.store.run_summary import RunSummary, read_summary
 from spotlight.store.sinks import check_sinks
 from spotlight.store.store_errors import require_free_bytes
+from spotlight_rewards.base.file_errors import StoreError
 from spotlight_rewards.base.prompt_files import PromptFileError
 from spotlight_rewards.base.prompts import PromptId
 from spotlight_rewards.results import require_names
@@ -37,6 +38,11 @@ def finished_summary(config: RunConfig) -> RunSummary | None:
     """
     check_run_directory(config.runs_dir, config.name, dump_config(config), Resuming(config))
     paths = RunPaths(config.runs_dir / config.name)
+    if config.names_run and not paths.config.exists():
+        raise StoreError(
+            f"runs_dir is {config.runs_dir}, which has no run {config.name!r}; expected the folder that the "
+            f"run is in. Leave it out, or move the run there first."
+        )
     if not (paths.summary.exists() and paths.ledger.exists()):
         return None
     with closing(queries.open_readonly(paths.ledger)) as connection:

@@ -29,12 +29,12 @@ from spotlight_rewards.base.files import fsync_path, fsync_tree, write_atomicall
 def make_fork(
     parent: RunPaths,
     checkpoint: Checkpoint,
-    name: str,
+    place: Path,
     config_text: str,
     changes: Mapping[str, tuple[Leaf, Leaf]],
     now_s: float,
-) -> Path:
-    """Make the run ``name`` beside its parent. Returns its directory.
+) -> bool:
+    """Make the run ``place``; False: it was there, or another process was faster, as ranks are.
 
     Args:
         changes: former and new value by key, ``name`` among them.
@@ -42,19 +42,27 @@ def make_fork(
     Raises:
         StoreError: the disk is full or not writable; nothing is left of the fork.
     """
-    root, place = parent.path.parent, parent.path.parent / name
+    if place.exists():
+        return False
+    root = place.parent
     with storage_errors("cannot make the fork", place):
-        made = Path(mkdtemp(prefix=f".fork-{name[:40]}-", dir=root))
+        root.mkdir(parents=True, exist_ok=True)
+        made = Path(mkdtemp(prefix=f".fork-{place.name[:40]}-", dir=root))
         try:
             with RunDirectory.open(root, made.name, config_text) as run:
                 _fill(run, parent, checkpoint, changes, now_s)
             fsync_tree(made)
             made.chmod(parent.path.stat().st_mode & 0o777)
-            made.rename(place)
+            try:
+                made.rename(place)
+            except OSError:
+                if not place.exists():
+                    raise
+                return False
             fsync_path(root)
         finally:
             shutil.rmtree(made, ignore_errors=True)
-    return place
+    return True
 
 
 def _fill(

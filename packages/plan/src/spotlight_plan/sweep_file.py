@@ -14,13 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, Field, PositiveInt, ValidationError
+from pydantic import BaseModel, Field, FiniteFloat, PositiveInt, ValidationError
 
 from spotlight.config.schema import RUN_NAME
 from spotlight_rewards.base.errors import ConfigError, Problem, did_you_mean
 from spotlight_rewards.base.strict_section import StrictSection
 from spotlight_rewards.base.yaml_tree import read_tree
 
+FINISHED, NOT_BEGUN = "finished", "not begun"
+"""States of a run that a sweep decides by."""
 _NAME_CHARS_MAX = 80
 _REMEDY = "docs/howto/sweeps.md has examples."
 
@@ -31,8 +33,8 @@ Settings: TypeAlias = Mapping[str, Any]
 class Between(StrictSection):
     """A range to search."""
 
-    low: float
-    high: float
+    low: FiniteFloat
+    high: FiniteFloat
     log: bool = False
     """Draw by orders of magnitude."""
     whole: bool = False
@@ -161,13 +163,33 @@ def _contradictions(sweep: SweepFile) -> Iterator[Problem]:
         if key in sweep.set or key == "name":
             expected = "a key that is not in set, and not name"
             yield Problem(key, "a key that varies", expected, "Names are made of what varies.")
-    names = [run.name for run in grid_runs(sweep)] if combined else []
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        yield Problem("grid", f"{twice[0]} twice", "every combination once", "Remove one.")
+    if "name" in sweep.set:
+        remedy = "Remove it; name: NAME beside set is what they begin with."
+        yield Problem(
+            "set.name", repr(sweep.set["name"]), "nothing: runs are named by their settings", remedy
+        )
+    for key in dict.fromkeys(key for case in sweep.cases for key in case if key in sweep.grid):
+        yield Problem(key, "a key of both cases and grid", "one of them", "Remove it from the other.")
+    by_name: dict[str, list[Settings]] = {}
+    for run in grid_runs(sweep) if combined else ():
+        by_name.setdefault(run.name, []).append(run.settings)
+    if twice := next((name for name, found in by_name.items() if len(found) > 1), None):
+        if all(each == by_name[twice][0] for each in by_name[twice]):
+            yield Problem("grid", f"{twice} twice", "every combination once", "Remove one.")
+        else:
+            expected = "another name for each combination; it has the last part of each key, and its value"
+            yield Problem("grid", f"{twice} for several", expected, "Make sweeps of two files.")
     for key, each in ({} if sweep.search is None else sweep.search.space).items():
         if isinstance(each, Between) and not (each.low < each.high and (each.low > 0 or not each.log)):
             expected = "low below high, and with log above 0"
             yield Problem(f"search.space.{key}", f"{each.low:g} to {each.high:g}", expected, "Swap them.")
+        elif (
+            isinstance(each, Between)
+            and each.whole
+            and not (each.low.is_integer() and each.high.is_integer())
+        ):
+            found = f"{each.low:g} to {each.high:g}"
+            yield Problem(f"search.space.{key}", found, "whole numbers, with whole", "Round them.")
 
 
 def _problem(location: tuple[int | str, ...], kind: str, found: object, message: str) -> Problem:

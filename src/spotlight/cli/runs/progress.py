@@ -149,6 +149,10 @@ class RunProgress(Silent):
         self.worked = True
         self.facts.take_work(phase, done, total)
 
+    def left_s(self) -> float:
+        facts = self.facts
+        return math.nan if facts.work is None else (facts.work[2] - facts.work[1]) / facts.rate
+
     def billed(self, cost_usd: float) -> None:
         self.facts.billed_usd = cost_usd
 

@@ -275,7 +275,10 @@ def _configured(
         given = [*given, *_fit(config, fit, ranks)]
         config = configuration_of(given)
     if smoke:
-        given = [*given, *_smoke(config)]
+        path, overrides = split_arguments(given)
+        run = None if path is None else _run_at(path)
+        given = [*([] if path is None else [str(path if run is None else run / "config.yaml")]), *overrides]
+        given += _smoke(config)
         config = configuration_of(given)
     return config, given
 
@@ -283,13 +286,21 @@ def _configured(
 def configuration_of(given: list[str]) -> RunConfig:
     """Of a file and overrides, or of a run and what changes of its course. Raises ConfigError."""
     from spotlight.config.load import load_config, load_run
-    from spotlight.store.run_store import Wanted, stored_run
+    from spotlight.store.run_store import stored_runs
 
     path, overrides = split_arguments(given)
-    if path is not None and (copy := stored_run(str(path), Wanted.LIGHT)) is not None:
-        return load_run(copy, [f"runs_dir={path.parent}", *overrides])
-    run = None if path is None else run_named(str(path))
-    return load_config(path, overrides) if run is None else load_run(run, overrides)
+    if path is None or (run := _run_at(path)) is None:
+        return load_config(path, overrides)
+    place = [] if stored_runs(path.parent) is None else [f"runs_dir={path.parent}"]
+    return load_run(run, [*place, *overrides])
+
+
+def _run_at(path: Path) -> Path | None:
+    """The run directory that an argument names, or the copy of one in a bucket; None: it is a file."""
+    from spotlight.store.run_store import Wanted, stored_run
+
+    copy = stored_run(str(path), Wanted.LIGHT)
+    return run_named(str(path)) if copy is None else copy
 
 
 def _require_ranks(config: RunConfig, asked: int | None, smoke: bool) -> None:

@@ -7,8 +7,10 @@ A layer is quantised as its weight is read, so a model is never whole in memory 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Literal
+
+from spotlight_files.model_errors import ModelError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -25,6 +27,17 @@ def is_held(layer: str) -> bool:
     return _OF_A_BLOCK.match(layer) is not None
 
 
+def held_of(layers: Iterable[str], quantize: Quantize) -> list[str]:
+    """Those of a transformer's linear layers that are held in few bits. Raises ModelError if none is."""
+    found = [name for name in layers if is_held(name)]
+    if not found:
+        raise ModelError(
+            f"model.quantize is {quantize!r}, and no linear layer of this transformer is inside of a list of "
+            "blocks, as blocks.0.attn.to_q is; expected some. Set model.quantize=none"
+        )
+    return found
+
+
 def held_bytes(quantize: Literal["int8", "nf4"], outputs: int, inputs: int) -> int:
     """Memory of a layer's weight."""
     from spotlight_kernels.quantised import BYTES
@@ -33,7 +46,11 @@ def held_bytes(quantize: Literal["int8", "nf4"], outputs: int, inputs: int) -> i
 
 
 def hold(model: nn.Module, quantize: Quantize) -> None:
-    """Let the layers of a model, on the meta device, hold what is to be read in few bits."""
+    """Let the layers of a model, on the meta device, hold what is to be read in few bits.
+
+    Raises:
+        ModelError: none is to.
+    """
     from torch import nn
 
     from spotlight_kernels.quantised.int8 import Int8Linear
@@ -42,10 +59,10 @@ def hold(model: nn.Module, quantize: Quantize) -> None:
     if quantize == "none":
         return
     kind = {"int8": Int8Linear, "nf4": Nf4Linear}[quantize]
-    for name, layer in list(model.named_modules()):
-        if type(layer) is nn.Linear and is_held(name):
-            parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, kind(layer))
+    linears = {name: layer for name, layer in model.named_modules() if type(layer) is nn.Linear}
+    for name in held_of(linears, quantize):
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, kind(linears[name]))
 
 
 def held(model: nn.Module) -> dict[str, QuantisedLinear]:

@@ -167,28 +167,31 @@ def planned_changes(config: RunConfig) -> list[str]:
 
 
 def fork(parent: Path, config: RunConfig, iteration: int | None) -> Path:
-    """Make the run ``config.name`` of a checkpoint (``iteration`` None: the newest) of a run beside it.
+    """Make the run of this configuration of a run's checkpoint (``iteration`` None: the newest).
 
-    A fork that is there is left alone. Returns its directory.
+    A fork that is there is left alone, also when its parent has no longer that checkpoint. Returns its
+    directory.
 
     Raises:
         StoreError: no such checkpoint, another run of this name, or the disk.
         OtherConfigurationError: a key is changed that the checkpoint's weights are of.
     """
-    paths, place = RunPaths(parent), RunPaths(parent.parent / config.name)
-    checkpoint, changes = fork_plan(parent, config, iteration)
+    place = RunPaths(config.runs_dir / config.name)
     if not place.path.exists():
-        return make_fork(paths, checkpoint, config.name, dump_config(config), changes, time.time())
+        checkpoint, changes = fork_plan(parent, config, iteration)
+        if make_fork(RunPaths(parent), checkpoint, place.path, dump_config(config), changes, time.time()):
+            return place.path
     found: tuple[CourseChange, ...] = ()
     if place.ledger.exists():
         with closing(open_readonly(place.ledger)) as connection:
             found = read_course(connection)
-    if (parent.name, checkpoint.header.iteration) not in {
-        (change.was, change.iteration) for change in found if change.key == "name"
-    }:
+    lineage = [change for change in found if change.key == "name"][-1:]
+    name = stored_leaves(RunPaths(parent))["name"]
+    if not any(change.was == name and iteration in (None, change.iteration) for change in lineage):
+        at = "" if iteration is None else f" at iteration {iteration}"
         raise StoreError(
-            f"--name: {place.path} is there, and is no fork of {parent.name} at iteration "
-            f"{checkpoint.header.iteration}; expected a new name. Choose another."
+            f"--name: {place.path} is there, and is no fork of {parent.name}{at}; expected a new name. "
+            "Choose another."
         )
     return place.path
 

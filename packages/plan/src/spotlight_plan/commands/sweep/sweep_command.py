@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,8 +16,16 @@ from rich.text import Text
 
 from spotlight.cli.config_command import split_arguments
 from spotlight.cli.run_argument import find_run
-from spotlight_plan.sweep_file import SweepFile, SweepRun, corners, grid_runs, read_sweep
-from spotlight_rewards.base.errors import ConfigError, Problem
+from spotlight_plan.sweep_file import (
+    FINISHED,
+    NOT_BEGUN,
+    SweepFile,
+    SweepRun,
+    corners,
+    grid_runs,
+    read_sweep,
+)
+from spotlight_rewards.base.errors import ConfigError, Problem, UserError
 from spotlight_rewards.commands.exit_codes import (
     EXIT_INTERRUPTED,
     EXIT_STOPPED_BY_ERROR,
@@ -25,7 +34,7 @@ from spotlight_rewards.commands.exit_codes import (
 
 if TYPE_CHECKING:
     from spotlight.config.schema import RunConfig
-    from spotlight_plan.commands.sweep.sweep_processes import Ended
+    from spotlight_plan.commands.sweep.sweep_processes import Ended, SideBySide
     from spotlight_plan.commands.sweep.sweep_search import Search
 
 
@@ -40,6 +49,15 @@ def sweep(
             metavar="N",
             min=1,
             help="Runs at a time on this machine; default: as in FILE.",
+            show_default=False,
+        ),
+    ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Processes of each run, one per GPU, as of spotlight train --ranks.",
             show_default=False,
         ),
     ] = None,
@@ -79,47 +97,74 @@ def sweep(
       spotlight sweep rates.yaml
 
       spotlight sweep rates.yaml --together 4
+
+      spotlight sweep rates.yaml --together 2 --ranks 4
     """
+    from spotlight_plan.commands.sweep.sweep_processes import SideBySide
+    from spotlight_plan.commands.sweep.sweep_search import Search, require_optuna
+
     with errors_without_traceback():
         read = read_sweep(file)
         configs = _checked(read)
         runs_dir = next(iter(configs.values())).runs_dir
-        search = _search(read, runs_dir)
+        places = _places(together or read.together, ranks or 1, next(iter(configs.values())))
+        if read.search is not None:
+            require_optuna()
         if dry_run:
-            _print_plan(read, configs, runs_dir, together or read.together, measured)
+            _print_plan(read, configs, runs_dir, len(places), measured)
             return
-        places = _places(together or read.together, next(iter(configs.values())))
-    states, stopped = _run(read, search, runs_dir, places)
-    known = grid_runs(read) if search is None else search.known()
-    _conclude(known, states, runs_dir)
+        search = None if read.search is None else Search(read, runs_dir)
+        states, stopped = _run(read, search, SideBySide(runs_dir, places, _say(), ranks or 1))
+        known = [(run, NOT_BEGUN) for run in grid_runs(read)] if search is None else search.known()
+        _conclude([(run, states.get(run.name, state)) for run, state in known], runs_dir)
     if stopped:
         raise typer.Exit(EXIT_INTERRUPTED)
-    if any(state not in ("finished", "stopped") for state in states.values()):
+    if any(state not in (FINISHED, "stopped") for state in states.values()):
         raise typer.Exit(EXIT_STOPPED_BY_ERROR)
 
 
 def _checked(sweep: SweepFile) -> dict[str, RunConfig]:
-    """Configurations by run. Raises ConfigError: every problem of the first that has one."""
+    """Configurations by run.
+
+    Raises:
+        ConfigError: every problem of the first that has one.
+        OtherConfigurationError: a run of this name was begun with other settings.
+    """
     from spotlight.config.load import load_config
+    from spotlight.store.run_store import stored_runs
 
     runs = list(corners(sweep)) if sweep.search else grid_runs(sweep)
     configs = {run.name: load_config(*split_arguments(run.arguments)) for run in runs}
-    if len({config.runs_dir for config in configs.values()}) > 1:
-        problem = Problem("runs_dir", "several", "one for all runs", "Set it in set.")
-        raise ConfigError(f"the sweep {sweep.name}", [problem])
+    places = {config.runs_dir for config in configs.values()}
+    source = f"the sweep {sweep.name}"
+    if len(places) > 1:
+        raise ConfigError(source, [Problem("runs_dir", "several", "one for all runs", "Set it in set.")])
+    if (kept := stored_runs(next(iter(places)))) is not None:
+        remedy = "Set runs_dir in set to a folder; several heads need one that all see."
+        raise ConfigError(
+            source, [Problem("runs_dir", kept.address, "a folder, whose locks say who has a run", remedy)]
+        )
+    for config in configs.values():
+        is_finished(config)
     return configs
 
 
-def _search(sweep: SweepFile, runs_dir: Path) -> Search | None:
-    if sweep.search is None:
-        return None
-    from spotlight_plan.commands.sweep.sweep_search import Search
+def is_finished(config: RunConfig) -> bool:
+    """Whether nothing is left to do. Raises OtherConfigurationError, or StoreError for what is no run."""
+    from spotlight.runtime.preflight import finished_summary
+    from spotlight.store.store_errors import RunInUseError
 
-    return Search(sweep, runs_dir)
+    try:
+        return finished_summary(config) is not None
+    except RunInUseError:
+        return False
 
 
-def _places(together: int, config: RunConfig) -> list[Mapping[str, str]]:
+def _places(together: int, ranks: int, config: RunConfig) -> list[Mapping[str, str]]:
     """The environment of each run at a time: its GPUs, or its share of the processors. Raises ConfigError."""
+    if ranks > 1 and config.fleet.driver == "ray":
+        remedy = f"Leave it out, and set fleet.learner_ranks: {ranks}."
+        raise ConfigError("the sweep", [Problem("--ranks", str(ranks), "none with fleet.driver=ray", remedy)])
     if together == 1:
         return [{}]
     expected = ""
@@ -128,12 +173,13 @@ def _places(together: int, config: RunConfig) -> list[Mapping[str, str]]:
         remedy = "Give the same command on the head of another cluster, with the same runs_dir."
     elif gpus := _gpus():
         shares = [gpus[place::together] for place in range(together)]
-        if all(shares):
+        if len(shares[-1]) >= ranks:
             return [{"CUDA_VISIBLE_DEVICES": ",".join(share)} for share in shares]
-        expected, remedy = f"at most {len(gpus)}, the GPUs here", "Lower it."
+        of_each = f" by {ranks} ranks" if ranks > 1 else ""
+        expected, remedy = f"at most {len(gpus) // ranks}: {len(gpus)} GPUs are here{of_each}", "Lower it."
     if expected:
         raise ConfigError("the sweep", [Problem("together", str(together), expected, remedy)])
-    threads = str(max(1, (os.cpu_count() or 1) // together))
+    threads = str(max(1, (os.cpu_count() or 1) // (together * ranks)))
     return [{"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}] * together
 
 
@@ -145,19 +191,23 @@ def _gpus() -> list[str]:
     return (visible.split(",") if visible else [str(index) for index in range(found)]) if found else []
 
 
-def _run(
-    sweep: SweepFile, search: Search | None, runs_dir: Path, places: list[Mapping[str, str]]
-) -> tuple[dict[str, str], bool]:
-    """States by run, and whether the sweep was stopped."""
-    from spotlight_plan.commands.sweep.sweep_processes import SideBySide, outcome
+def _say() -> Callable[[str], None]:
+    from spotlight.cli.runs.progress import RunConsole
 
-    side_by_side = SideBySide(runs_dir, places, lambda line: print(line, flush=True))
+    console = RunConsole(highlight=False, markup=False)
+    return lambda line: console.print(line, soft_wrap=True)
+
+
+def _run(sweep: SweepFile, search: Search | None, side_by_side: SideBySide) -> tuple[dict[str, str], bool]:
+    """States by run, and whether the sweep was stopped."""
+    from spotlight_plan.commands.sweep.sweep_processes import outcome
+
     wanted = iter(grid_runs(sweep)) if search is None else search.runs()
     states: dict[str, str] = {}
-    with errors_without_traceback():
-        for ended in side_by_side.ended(_not_finished(wanted, states, search, sweep, runs_dir)):
-            states[ended.run.name] = outcome(ended.code)
-            _tell(search, sweep, ended, runs_dir)
+    runs_dir = side_by_side.runs_dir
+    for ended in side_by_side.ended(_not_finished(wanted, states, search, sweep, runs_dir)):
+        states[ended.run.name] = outcome(ended.code)
+        _tell(search, sweep, ended, runs_dir)
     return states, side_by_side.stopped
 
 
@@ -170,17 +220,15 @@ def _not_finished(
 ) -> Iterator[SweepRun]:
     """Without those that have been finished before."""
     from spotlight.config.load import load_config
-    from spotlight.runtime.preflight import finished_summary
-    from spotlight.store.store_errors import RunInUseError
     from spotlight_plan.commands.sweep.sweep_processes import Ended
 
     for run in runs:
         try:
-            finished = finished_summary(load_config(*split_arguments(run.arguments))) is not None
-        except RunInUseError:
-            finished = False
+            finished = is_finished(load_config(*split_arguments(run.arguments)))
+        except UserError:
+            finished = False  # its own process says why, and others go on
         if finished:
-            states[run.name] = "finished"
+            states[run.name] = FINISHED
             _tell(search, sweep, Ended(run, 0), runs_dir)
         else:
             yield run
@@ -210,13 +258,14 @@ def _print_plan(
     print_runs(console, planned, speed, together)
 
 
-def _conclude(runs: list[SweepRun], states: Mapping[str, str], runs_dir: Path) -> None:
+def _conclude(runs: Sequence[tuple[SweepRun, str]], runs_dir: Path) -> None:
+    from spotlight.cli.runs.progress import RunConsole
     from spotlight_plan.commands.sweep.sweep_tables import print_outcomes
 
-    console = Console(highlight=False)
+    console = RunConsole(highlight=False)
     console.print()
-    print_outcomes(console, [(run, states.get(run.name, "not begun")) for run in runs], runs_dir)
-    finished = [str(runs_dir / run.name) for run in runs if states.get(run.name) == "finished"]
+    print_outcomes(console, runs, runs_dir)
+    finished = [str(runs_dir / run.name) for run, state in runs if state == FINISHED]
     if len(finished) > 1:
-        console.print(Text(f"\nspotlight compare {' '.join(finished)}"), soft_wrap=True)
+        console.print(Text(f"\n{shlex.join(['spotlight', 'compare', *finished])}"), soft_wrap=True)
         subprocess.run([sys.executable, "-m", "spotlight.cli", "compare", *finished], check=False)

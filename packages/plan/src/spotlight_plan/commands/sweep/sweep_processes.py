@@ -22,7 +22,7 @@ from spotlight.cli.runs.rank_processes import end_with_parent
 from spotlight.runtime.signals import on_signals, signals_that_end
 from spotlight.store.run_directory import RunPaths, require_unused
 from spotlight.store.store_errors import RunInUseError
-from spotlight_plan.sweep_file import SweepRun
+from spotlight_plan.sweep_file import FINISHED, SweepRun
 from spotlight_rewards.commands.exit_codes import EXIT_INTERRUPTED, EXIT_NOT_STARTED
 
 _LOOK_AGAIN_S = 2.0
@@ -42,13 +42,15 @@ class SideBySide:
 
     Attributes:
         places: the environment of each run that may run at a time.
-        say: prints a line.
+        say: prints a line; must not raise.
+        ranks: processes of a run.
         stopped: a signal has come: nothing more is started.
     """
 
     runs_dir: Path
     places: Sequence[Mapping[str, str]]
     say: Callable[[str], None]
+    ranks: int = 1
     stopped: bool = False
     _ends: queue.SimpleQueue[tuple[int, SweepRun]] = field(default_factory=queue.SimpleQueue)
     _at_work: dict[int, subprocess.Popen[str]] = field(default_factory=dict)
@@ -70,7 +72,9 @@ class SideBySide:
                     yield from self._next(waiting)
             finally:
                 for process in self._at_work.values():
-                    process.kill()
+                    process.terminate()  # which stops where the run can go on
+                for process in self._at_work.values():
+                    process.wait()
 
     def _fill(self, runs: Iterator[SweepRun], waiting: list[SweepRun]) -> bool:
         """Whether there may be more runs."""
@@ -93,8 +97,9 @@ class SideBySide:
 
     def _start(self, run: SweepRun) -> None:
         place = next(place for place in range(len(self.places)) if place not in self._at_work)
+        options = ["--plain", *(["--ranks", str(self.ranks)] if self.ranks > 1 else [])]
         process = subprocess.Popen(
-            [sys.executable, "-m", "spotlight.cli", "train", *run.arguments, "--plain"],
+            [sys.executable, "-m", "spotlight.cli", "train", *run.arguments, *options],
             env={**os.environ, **self.places[place]},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -144,5 +149,5 @@ def outcome(code: int) -> str:
     """An exit status in words."""
     if code < 0:
         return f"ended by {signal.Signals(-code).name}"
-    known = {0: "finished", EXIT_INTERRUPTED: "stopped", EXIT_NOT_STARTED: "refused"}
+    known = {0: FINISHED, EXIT_INTERRUPTED: "stopped", EXIT_NOT_STARTED: "refused"}
     return known.get(code, "failed")

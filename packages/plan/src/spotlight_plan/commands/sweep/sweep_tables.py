@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -110,7 +112,7 @@ def print_outcomes(console: Console, runs: Sequence[tuple[SweepRun, str]], runs_
     table = _table(("run", *_keys([run for run, _ in runs]), *JUDGED, "time", "cost", "state"))
     for run, state in runs:
         cells = ["-"] * (len(JUDGED) + 2)
-        if (runs_dir / run.name / "config.yaml").is_file():
+        with suppress(UserError):  # of a run that is not begun, or whose files are damaged
             record = read_run(runs_dir / run.name)
             last = record.validations[-1].scores if record.validations else {}
             means = [score(last[name].mean, last[name].stderr) if name in last else "-" for name in JUDGED]
@@ -132,6 +134,5 @@ def _keys(runs: Sequence[SweepRun]) -> list[str]:
 
 def _values(run: SweepRun, runs: Sequence[SweepRun]) -> list[str]:
     given = (run.settings.get(key) for key in _keys(runs))
-    return [
-        "-" if value is None else value if isinstance(value, str) else json.dumps(value) for value in given
-    ]
+    shown = ("-" if each is None else each if isinstance(each, str) else json.dumps(each) for each in given)
+    return [escape(each) for each in shown]
