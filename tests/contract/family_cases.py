@@ -102,7 +102,7 @@ def call_with_pictures(pipe: Any, family: ModelFamily, latents: torch.Tensor, se
             latents=row[None],
             output_type="np",
             **({"max_sequence_length": family.max_text_tokens} if family.cuts_prompts else {}),
-            **family.size_arguments(setting.size),
+            **family.size_arguments(setting.size.height, setting.size.width, setting.size.frames),
             **family.call_arguments(setting.scale, setting.embedded),
         )
         for instruction, row in zip(inputs, latents, strict=True)

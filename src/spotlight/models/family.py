@@ -269,10 +269,10 @@ class ModelFamily(FamilyTraits, ABC):
         return None
 
     @classmethod
-    def size_arguments(cls, size: MediaSize) -> dict[str, object]:
+    def size_arguments(cls, height: int, width: int, frames: int) -> dict[str, object]:
         """What the diffusers pipeline's call takes for a size."""
-        frames = {"num_frames": size.frames} if cls.video else {}
-        return {"height": size.height, "width": size.width, **frames}
+        size: dict[str, object] = {"height": height, "width": width}
+        return size | {"num_frames": frames} if cls.video else size
 
     @classmethod
     def call_arguments(cls, scale: float, embedded: float | None) -> dict[str, object]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from spotlight.config.schema import RunConfig
-from spotlight.data.media_size import media_size
 from spotlight.registry import FAMILIES
 from spotlight.testbed import TESTBEDS
 
@@ -88,12 +87,13 @@ def _call(config: RunConfig, prompt: str | None) -> list[str]:
         prompt = TESTBEDS[config.model.path].example if config.model.path in TESTBEDS else _EXAMPLE_PROMPT
     embedded = family.embedded_guidance if rollout.embedded_guidance is None else rollout.embedded_guidance
     guidance = family.call_arguments(rollout.true_cfg_scale, embedded)
+    size = family.size_arguments(rollout.height, rollout.width, rollout.frames)
     picture = f"load_image({_EXAMPLE_REFERENCE!r})"
     shown = picture if family.references_max == 1 else f"[{picture}]"
     call = [
         *([f"image={shown}"] if family.references_max else []),
         f"prompt={prompt!r}",
-        *(f"{name}={value!r}" for name, value in family.size_arguments(media_size(rollout)).items()),
+        *(f"{name}={value!r}" for name, value in size.items()),
         f"num_inference_steps={config.evaluation.steps}",
         *([f"max_sequence_length={config.model.max_text_tokens}"] if family.cuts_prompts else []),
         *(f"{name}={value!r}" for name, value in guidance.items()),

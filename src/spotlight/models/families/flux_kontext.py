@@ -39,8 +39,8 @@ class FluxKontext(Flux):
     published, tiny_models = read_models(__file__)
 
     @classmethod
-    def size_arguments(cls, size: MediaSize) -> dict[str, object]:
-        return super().size_arguments(size) | {"max_area": size.height * size.width}
+    def size_arguments(cls, height: int, width: int, frames: int) -> dict[str, object]:
+        return super().size_arguments(height, width, frames) | {"max_area": height * width}
 
     def condition_shapes(self, text_tokens: int) -> dict[str, tuple[int, ...]]:
         """FLUX.1's, the reference's packed latents, and its rows and columns."""
