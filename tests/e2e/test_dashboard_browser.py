@@ -5,6 +5,7 @@ Needs Chromium of the distribution (``apt install chromium``) and Playwright.
 
 from __future__ import annotations
 
+import re
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -90,6 +91,20 @@ def test_hostile_texts_are_shown_as_text(browser: Browser, place: Path) -> None:
         assert HOSTILE in captions
         assert RIGHT_TO_LEFT in captions
         assert max(map(len, captions)) < len(LONG)
+        page.click("button:text-is('Training groups')")
+        page.wait_for_selector("figcaption:has-text('worst')")
+        shown = page.locator(".grid .card").first
+        assert HOSTILE in shown.locator("h2").inner_text()
+        assert (
+            re.sub(r"\s+", " ", shown.locator(".scores").first.inner_text())
+            == "reward 0.9 shapes 0.9 judge 0.1"
+        )
+        page.wait_for_function(
+            "[...document.querySelectorAll('.grid img')].every((each) => each.naturalWidth)"
+        )
+        assert page.get_by_role("slider").get_attribute("max") == "2"
+        page.click("button:text-is('One evaluation')")
+        page.wait_for_selector("figcaption:has-text('0.4')")
         open_view(page, address, "log")
         page.wait_for_selector("pre >> text=the log")
         assert HOSTILE in page.locator("pre").inner_text()

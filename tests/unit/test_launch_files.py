@@ -123,7 +123,7 @@ def test_the_role_for_scaling_allows_what_the_provider_calls_and_no_more() -> No
 
 def test_each_way_to_launch_trains() -> None:
     assert [name for name, words in training_commands() if words[0] == "train"] == [
-        "kuberay-rayjob.yaml", "skypilot-reserved.yaml", "slurm-reserved.sbatch",
+        "kuberay-rayjob.yaml", "skypilot-head.yaml", "skypilot-reserved.yaml", "slurm-reserved.sbatch",
     ]  # fmt: skip
 
 
@@ -360,8 +360,21 @@ def test_reserved_and_spot_machines_find_each_other() -> None:
     assert "launch/ray-start.sh head" in reserved["run"]
     assert spot["envs"]["SPOTLIGHT_KIND"] == "spot"
     assert 'launch/ray-start.sh "$SPOTLIGHT_KIND" "$SPOTLIGHT_HEAD:6379"' in spot["run"]
-    for task in (reserved, spot):
+    for task in (reserved, spot, sky("head")):
         assert task["secrets"] == {"SPOTLIGHT_TOKEN": None}
+
+
+def test_spot_machines_find_a_head_that_moves() -> None:
+    head, spot = sky("head"), sky("spot")
+    assert head["resources"]["use_spot"]
+    assert head["resources"]["infra"] == spot["resources"]["infra"]
+    assert "launch/ray-start.sh spot-head" in head["run"]
+    (words,) = (words for name, words in training_commands() if name == "skypilot-head.yaml")
+    config = loaded(words)
+    assert config.fleet.head == "any"
+    run = f"{config.runs_dir}/{config.name}".replace(":/", "://")
+    assert run in (LAUNCH / "skypilot-head.yaml").read_text()
+    assert 'spotlight_bucket.follow_head "$SPOTLIGHT_HEAD" -- launch/ray-start.sh' in spot["run"]
 
 
 # -- SLURM ---------------------------------------------------------------------------
