@@ -86,6 +86,7 @@ NODE_PROVIDERS: Registry[NodeProviderKind] = Registry(
     {
         "emulated": "spotlight_fleet.providers.emulated_provider:EMULATED",
         "kubernetes": "spotlight_fleet.providers.kubernetes_provider:KUBERNETES",
+        "skypilot": "spotlight_fleet.providers.skypilot_provider:SKYPILOT",
         "commands": "spotlight_fleet.providers.command_provider:COMMANDS",
     },
 )
