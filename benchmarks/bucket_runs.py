@@ -4,10 +4,14 @@
 
 An S3 server (moto's, without a network's delays) on 127.0.0.1 holds the bucket. Runs of one seed:
 
-- ``--rounds`` times one in a folder and one in the bucket, undisturbed, by turns which is first: CPU seconds
-  of the process, seconds of an iteration, and what a checkpoint takes;
+- ``--rounds`` times one in a folder and one in the bucket, undisturbed, by turns which is first: what Linux
+  counts of the thread that trains, on a core and blocked, and what a checkpoint takes;
 - in the bucket, killed with SIGKILL ``--kills`` times, each time with all of its machine's disk. The next
   command finds an empty machine, waits for the lease of the dead one, and goes on.
+
+A thread is on a core, waits for one, or is blocked: by a lock, such as the interpreter's, or a disk. What it
+waits for a core depends on the machine's load, so it is left out; the rest tells what a bucket adds to an
+iteration on a machine that has a core for it.
 
 All must end with the same weights and the same ledger, and the audit reads the last from the bucket.
 """
@@ -51,14 +55,19 @@ SETTINGS = (
     *("evaluation.at_start=false", "learner.micro_batch_size=16", "checkpoint.every=1"),
     "rewards=[{name: jpeg_size}]",
 )
-_SENT = re.compile(r"snapshot \d+: (\d+) bytes in (\d+) requests, ([\d.]+) s")
+_SENT = re.compile(r"snapshot \d+: (\d+) bytes in (\d+) requests, ([\d.]+) s, of which ([\d.]+) s")
+_ITERATION = re.compile(r"iteration (\d+)/")
 
 
 @dataclass(frozen=True)
 class Undisturbed:
-    """A run: CPU seconds of its process, all threads, start and end included; an iteration's median."""
+    """A run: CPU seconds of its process, all threads, start and end included; of the thread that trains, what
+    an iteration takes on a core, blocked, and waiting for a core; and an iteration's median."""
 
     cpu_s: float
+    on_core_s: float
+    blocked_s: float
+    for_a_core_s: float
     iteration_s: float
 
 
@@ -69,7 +78,7 @@ class BucketReport:
     Attributes:
         folder, bucket: of each round's run there.
         load: of the machine, over a minute, after each round.
-        sent: bytes, requests and seconds of each snapshot of the undisturbed runs.
+        sent: bytes, requests, seconds and CPU seconds of each snapshot of the undisturbed runs.
         lease_s: what each restart waited for the lease of the killed head; ``brought_s`` after that until it
             went on, process start left out.
         lost: iterations that were trained when it was killed and were not what the next went on from.
@@ -78,7 +87,7 @@ class BucketReport:
     folder: list[Undisturbed] = field(default_factory=list)
     bucket: list[Undisturbed] = field(default_factory=list)
     load: list[float] = field(default_factory=list)
-    sent: list[tuple[int, int, float]] = field(default_factory=list)
+    sent: list[tuple[int, int, float, float]] = field(default_factory=list)
     lease_s: list[float] = field(default_factory=list)
     brought_s: list[float] = field(default_factory=list)
     lost: list[int] = field(default_factory=list)
@@ -129,17 +138,30 @@ def _undisturbed(
     environment: dict[str, str], place: Path, where: str, iterations: int
 ) -> tuple[Path, Undisturbed]:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    for _ in _training(environment, place / "kept", where, "same", iterations):
-        pass
+    seen: dict[int, tuple[float, float, float]] = {}
+    for now_s, line, process in _training(environment, place / "kept", where, "same", iterations):
+        if match := _ITERATION.search(line):
+            seen.setdefault(int(match[1]), (now_s, *_main_thread_s(process.pid)))
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     run = (_work(place / "kept") if "://" in where else Path(where)) / "same"
     cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return run, Undisturbed(cpu_s, _iteration_s(run))
+    first, last = min(seen), max(seen)
+    wall_s, on_core_s, for_a_core_s = (
+        (end - begin) / (last - first) for begin, end in zip(seen[first], seen[last], strict=True)
+    )
+    blocked_s = wall_s - on_core_s - for_a_core_s
+    return run, Undisturbed(cpu_s, on_core_s, blocked_s, for_a_core_s, _iteration_s(run))
 
 
-def _snapshots(run: Path) -> list[tuple[int, int, float]]:
+def _main_thread_s(process: int) -> tuple[float, float]:
+    """On a core, and waiting for one."""
+    counted = Path(f"/proc/{process}/task/{process}/schedstat").read_text(encoding="ascii").split()
+    return int(counted[0]) / 1e9, int(counted[1]) / 1e9
+
+
+def _snapshots(run: Path) -> list[tuple[int, int, float, float]]:
     log = "".join(path.read_text(encoding="utf-8") for path in sorted((run / "attempts").glob("*.log")))
-    return [(int(a), int(b), float(c)) for a, b, c in _SENT.findall(log)]
+    return [(int(a), int(b), float(c), float(d)) for a, b, c, d in _SENT.findall(log)]
 
 
 def _under_kills(
@@ -215,6 +237,7 @@ def _server() -> Iterator[dict[str, str]]:
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         environment = os.environ | {
+            "OMP_NUM_THREADS": "1",  # the thread that trains does all of it
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
             "AWS_ALLOW_HTTP": "true",
             "AWS_ACCESS_KEY_ID": "key",
@@ -252,10 +275,22 @@ def _show(report: BucketReport) -> None:
     table = Table(box=None, pad_edge=False)
     table.add_column("figure")
     table.add_column("value", justify="right")
-    sent_bytes, requests, seconds = zip(*report.sent, strict=True)
+    sent_bytes, requests, seconds, cpu_s = zip(*report.sent, strict=True)
     for where, runs in (("a folder", report.folder), ("the bucket", report.bucket)):
         table.add_row(f"CPU seconds of a run in {where}", _spread([each.cpu_s for each in runs]))
-        table.add_row(f"seconds of an iteration in {where}", _spread([each.iteration_s for each in runs]))
+        for name, values in (
+            ("seconds of an iteration", [each.iteration_s for each in runs]),
+            ("  on a core, the thread that trains", [each.on_core_s for each in runs]),
+            ("  blocked", [each.blocked_s for each in runs]),
+            ("  waiting for a core", [each.for_a_core_s for each in runs]),
+        ):
+            table.add_row(f"{name}, {where}", _spread(values, 3))
+    pairs = list(zip(report.bucket, report.folder, strict=True))
+    for name, values in (
+        ("on a core", [ours.on_core_s - theirs.on_core_s for ours, theirs in pairs]),
+        ("blocked", [ours.blocked_s - theirs.blocked_s for ours, theirs in pairs]),
+    ):
+        table.add_row(f"an iteration in the bucket less one in the folder, {name}", _spread(values, 3))
     for name, value in (
         ("the machine's load", _spread(report.load)),
         ("snapshots", f"{len(report.sent)}"),
@@ -265,6 +300,7 @@ def _show(report: BucketReport) -> None:
             "seconds behind the run, median (largest)",
             f"{statistics.median(seconds):.2f}, {max(seconds):.2f}",
         ),
+        ("  of it on a CPU", f"{statistics.median(cpu_s):.3f}, {max(cpu_s):.3f}"),
         ("kills of head and disk", f"{len(report.lost)}"),
         ("iterations trained again after it, for each", ", ".join(map(str, report.lost))),
         ("waiting for the dead head's lease", ", ".join(f"{each:.0f} s" for each in report.lease_s)),
@@ -276,8 +312,9 @@ def _show(report: BucketReport) -> None:
     Console().print(table)
 
 
-def _spread(values: list[float]) -> str:
-    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+def _spread(values: list[float], digits: int = 2) -> str:
+    median, least, most = statistics.median(values), min(values), max(values)
+    return f"{median:.{digits}f} ({least:.{digits}f} to {most:.{digits}f})"
 
 
 if __name__ == "__main__":

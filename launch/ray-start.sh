@@ -2,6 +2,7 @@
 # Start this machine's part of a Ray cluster for Spotlight. Returns once Ray is up; with --block, when it ends.
 #
 #   launch/ray-start.sh head                        the first reserved node; `spotlight train` runs on it
+#   launch/ray-start.sh spot-head                   instead, one that may be preempted (fleet.head=any)
 #   launch/ray-start.sh reserved HEAD:6379          further reserved nodes: learner ranks
 #   launch/ray-start.sh spot HEAD:6379 --block      nodes that may be preempted
 #   launch/ray-start.sh on-demand HEAD:6379 --node-name=$SPOTLIGHT_NODE   nodes that a run takes (fleet.on_demand)
@@ -38,10 +39,13 @@ own_address() {
   done
 }
 
-usage='expected: head | reserved HEAD:PORT | spot HEAD:PORT | on-demand HEAD:PORT, then options of ray start'
+usage='expected: head | spot-head | reserved HEAD:PORT | spot HEAD:PORT | on-demand HEAD:PORT, then options of ray start'
 kind=${1:-}
 case $kind in
-  head) resource=spotlight_reserved && shift ;;
+  head | spot-head)
+    [[ $kind == head ]] && resource=spotlight_reserved || resource=spotlight_spot
+    shift
+    ;;
   reserved | spot | on-demand)
     resource=spotlight_${kind/-/_}
     address=${2:-}
@@ -60,7 +64,7 @@ is_private "$ip" || fail "SPOTLIGHT_IP=$ip is a public address; expected a priva
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}
 export RAY_USAGE_STATS_ENABLED=0
 if [[ ! -s $RAY_AUTH_TOKEN_PATH ]]; then
-  [[ $kind == head ]] || fail "no token in $RAY_AUTH_TOKEN_PATH; copy the file from the head node"
+  [[ $kind == *head ]] || fail "no token in $RAY_AUTH_TOKEN_PATH; copy the file from the head node"
   mkdir -p "$(dirname "$RAY_AUTH_TOKEN_PATH")"
   draft=$(mktemp "$RAY_AUTH_TOKEN_PATH.XXXXXX") # only this user may read it
   od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$draft"
@@ -93,12 +97,12 @@ slots=${SPOTLIGHT_SLOTS:+, \"spotlight_slot\": $SPOTLIGHT_SLOTS}
 options=(--node-ip-address="$ip" --resources="{\"$resource\": 1$slots}" --object-store-memory="$store")
 [[ -z $slots ]] || options+=(--num-gpus=0)
 [[ -z ${RAY_TMPDIR:-} ]] || options+=(--temp-dir="$RAY_TMPDIR")
-if [[ $kind == head ]]; then
+if [[ $kind == *head ]]; then
   options+=(--head --port="${SPOTLIGHT_PORT:-6379}" --include-dashboard=false)
 else
   options+=(--address="$address")
 fi
-if [[ $kind == spot ]]; then
+if [[ $kind == spot* ]]; then
   # Spotlight has drained the node already (announce-end.sh). Ray would wait again, for actors that do not exit.
   export RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0
 fi

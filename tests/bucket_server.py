@@ -26,7 +26,7 @@ class BucketServer:
 
     Attributes:
         fault: of a request: ``unavailable``, ``expired``, ``skewed``, ``cut``, ``slow`` (no answer until
-            ``goes_on``), ``If-Match`` or ``If-None-Match`` (it is not heeded), or None, for each that comes.
+            ``goes_on``), the name of a header that is not heeded, or None, for each that comes.
     """
 
     endpoint: str
@@ -64,6 +64,18 @@ class BucketServer:
         }
 
     @property
+    def address(self) -> str:
+        """Of the runs of a test."""
+        return f"s3://{BUCKET}/runs"
+
+    def make_bucket(self) -> None:
+        self.client.create_bucket(Bucket=BUCKET)
+
+    def replace(self, name: str, content: bytes) -> None:
+        """Write an object, past the front."""
+        self.client.put_object(Bucket=BUCKET, Key=name, Body=content)
+
+    @property
     def client(self) -> Any:
         return boto3.client(
             "s3",
@@ -88,7 +100,13 @@ def bucket_server() -> Iterator[BucketServer]:
     """Serve an empty bucket within the block."""
     get_backend("s3")["123456789012"]["aws"].reset()
     moto = DomainDispatcherApplication(create_backend_app)
-    server = BucketServer("")
+    with serving(server := BucketServer(""), moto):
+        yield server
+
+
+@contextmanager
+def serving(server: BucketServer, service: Wsgi) -> Iterator[None]:
+    """Serve what counts requests and fails as it is told to, before a service, within the block."""
 
     def counted(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         try:
@@ -112,23 +130,22 @@ def bucket_server() -> Iterator[BucketServer]:
                 return [f"<Error><Code>{code}</Code><Message>{said}</Message></Error>".encode()]
             case "slow":
                 server.goes_on.wait()
-            case "If-Match" | "If-None-Match" as header:
+            case "If-Match" | "If-None-Match" | "x-goog-if-generation-match" as header:
                 environ.pop(f"HTTP_{header.upper().replace('-', '_')}", None)
             case "cut":
                 environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
                 return []
-        answer: Iterable[bytes] = moto(environ, start)
-        return answer
+        return service(environ, start)
 
-    serving = make_server("127.0.0.1", 0, counted, threaded=True)
-    server.endpoint = f"http://127.0.0.1:{serving.server_port}"
-    thread = threading.Thread(target=serving.serve_forever, daemon=True)
+    front = make_server("127.0.0.1", 0, counted, threaded=True)
+    server.endpoint = f"http://127.0.0.1:{front.server_port}"
+    thread = threading.Thread(target=front.serve_forever, daemon=True)
     thread.start()
     try:
-        server.client.create_bucket(Bucket=BUCKET)
+        server.make_bucket()
         server.requests.clear()
-        yield server
+        yield
     finally:
         server.goes_on.set()
-        serving.shutdown()
+        front.shutdown()
         thread.join()

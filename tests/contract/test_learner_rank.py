@@ -22,8 +22,8 @@ from learner_job import (
 )
 
 from spotlight.cluster.blobs.blob_store import StoredBlob
-from spotlight.cluster.learner import learner_rank
-from spotlight.cluster.learner.learner_rank import NEGATIVE, RankPlace, write_token
+from spotlight.cluster.learner.learner_rank import NEGATIVE, RankPlace
+from spotlight.cluster.learner.rank_folder import write_token
 from spotlight.cluster.workers.worker_weights import BundleLoader
 from spotlight.rollout.sequence_parallel.rendezvous import Address
 from spotlight.rollout.serialization import unpack_condition
@@ -39,7 +39,6 @@ from spotlight.weights.weight_errors import WeightsError
 from spotlight.worker.interfaces import LoadError
 from spotlight.worker.reports import Report
 from spotlight_rewards.base.errors import ConfigError
-from spotlight_rewards.base.file_errors import StoreError
 
 WEIGHT_TOLERANCE = 2e-6
 """Largest difference of a weight between one rank and two, after two steps at learning rate 1e-3."""
@@ -273,22 +272,6 @@ def test_a_batch_that_ranks_cannot_share_is_refused(random_pipeline: Path, tmp_p
     config = config_of(tmp_path, random_pipeline, "nft")
     with pytest.raises(ConfigError, match="divisible by the 3 ranks"):
         rank_of(config, RankPlace(0, 3)).config  # noqa: B018
-
-
-def test_the_run_directory_must_be_the_heads(
-    random_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(learner_rank, "_STORAGE_SETTLES_S", 0.1)
-    config = config_of(tmp_path, random_pipeline, "nft")
-    rank = rank_of(config, RankPlace(0, 1))
-    with pytest.raises(StoreError, match=r"found nothing .* storage that all nodes share that train"):
-        rank.check_storage("abc")
-    RunPaths(config.runs_dir / config.name).path.mkdir()
-    write_token(config, "of another head")
-    with pytest.raises(StoreError, match="found of another head in storage-token, expected abc"):
-        rank.check_storage("abc")
-    write_token(config, "abc")
-    rank.check_storage("abc")
 
 
 def test_bad_batches_raise_what_they_raise_inline(random_pipeline: Path, tmp_path: Path) -> None:

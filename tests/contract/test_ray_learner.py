@@ -19,8 +19,9 @@ from own_ray import own_ray
 from spotlight.cluster.blobs.blob_server import start_blob_store
 from spotlight.cluster.blobs.blob_store import BlobAddress
 from spotlight.cluster.learner.learner_group import LearnerGroup
-from spotlight.cluster.learner.learner_rank import CONDITION, NEGATIVE, WEIGHTS, LearnerRank, write_token
+from spotlight.cluster.learner.learner_rank import CONDITION, NEGATIVE, WEIGHTS, LearnerRank
 from spotlight.cluster.learner.life import Deadlines
+from spotlight.cluster.learner.rank_folder import write_token
 from spotlight.cluster.learner.ray_launcher import Placement, RayLauncher
 from spotlight.cluster.remote_calls import AbandonedError
 from spotlight.config.load import dump_config

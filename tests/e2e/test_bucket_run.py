@@ -28,6 +28,7 @@ from main_job import (
     outcome,
 )
 from tests.bucket_server import BUCKET, BucketServer, bucket_server
+from tests.google_server import MISSING, find_server, google_server
 from typer.testing import CliRunner
 
 from spotlight.cli.main import app
@@ -45,12 +46,20 @@ from spotlight_bucket.snapshots import FencedError
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ADDRESS = f"s3://{BUCKET}/runs"
+GENERATION = "x-goog-if-generation-match"
 Train = Callable[..., Ended]
 
 
+SERVICES = {"s3": bucket_server, "gs": google_server}
+EACH = pytest.mark.parametrize("server", SERVICES, indirect=True)
+
+
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketServer]:
-    with bucket_server() as server:
+def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketServer]:
+    service = getattr(request, "param", "s3")
+    if service == "gs" and find_server() is None:
+        pytest.skip(MISSING)
+    with SERVICES[service]() as server:
         for name, value in server.environment.items():
             monkeypatch.setenv(name, value)
         yield server
@@ -190,7 +199,7 @@ def release(server: BucketServer) -> None:
     """What a minute without a renewal does."""
     head = "runs/demo/head.json"
     held = json.loads(server.content(head))
-    server.client.put_object(Bucket=BUCKET, Key=head, Body=json.dumps(held | {"released": True}))
+    server.replace(head, json.dumps(held | {"released": True}).encode())
 
 
 class Told:
@@ -210,12 +219,13 @@ class Told:
             assert self._come.wait_for(lambda: any(text in each for each in self.notes), 60), self.notes
 
 
+@EACH
 @pytest.mark.parametrize("fault", ["unavailable", "expired", "skewed", "cut", "vanished"])
 def test_a_run_goes_on_without_its_bucket_says_so_and_catches_up(
     server: BucketServer, tmp_path: Path, fault: str
 ) -> None:
     told, content = Told(), os.urandom(3 << 20)
-    with BUCKET_RUNS.work(ADDRESS, "demo", tmp_path / "one", told.note) as runs_dir:
+    with BUCKET_RUNS.work(server.address, "demo", tmp_path / "one", told.note) as runs_dir:
         run = runs_dir / "demo"
         run.mkdir()
         (run / "config.yaml").write_text("name: demo")
@@ -228,11 +238,11 @@ def test_a_run_goes_on_without_its_bucket_says_so_and_catches_up(
         checkpoint(run, 1)
         told.wait_for("the run goes on without its bucket")
         if fault == "vanished":
-            server.client.create_bucket(Bucket=BUCKET)
+            server.make_bucket()
         server.fault = lambda environ: None
         told.wait_for("answers again, and holds all of the run")
         assert len([note for note in told.notes if "goes on without" in note]) == 1
-    copy = BUCKET_RUNS.read(ADDRESS, "demo", tmp_path / "two", Wanted.ALL)
+    copy = BUCKET_RUNS.read(server.address, "demo", tmp_path / "two", Wanted.ALL)
     assert (copy / "metrics.jsonl").read_bytes() == content
     assert CheckpointStore(copy / "checkpoints", 1).newest_valid() is not None
 
@@ -248,19 +258,27 @@ def test_a_bucket_that_is_not_there_or_refuses_is_an_error_before_any_work(
     server.fault = lambda environ: "expired"
     with (
         pytest.raises(BucketError, match="ExpiredToken: The token has expired"),
-        BUCKET_RUNS.work(ADDRESS, "demo", tmp_path, print),
+        BUCKET_RUNS.work(server.address, "demo", tmp_path, print),
     ):
         pytest.fail("its token has expired")
 
 
-@pytest.mark.parametrize("header", ["If-Match", "If-None-Match"])
+@pytest.mark.parametrize(
+    ("server", "header", "heeded"),
+    [
+        ("s3", "If-Match", "If-Match"),
+        ("s3", "If-None-Match", "If-None-Match"),
+        ("gs", GENERATION, "If-None-Match"),
+    ],
+    indirect=["server"],
+)
 def test_a_service_that_does_not_heed_conditions_is_refused(
-    server: BucketServer, tmp_path: Path, header: str
+    server: BucketServer, tmp_path: Path, header: str, heeded: str
 ) -> None:
     server.fault = lambda environ: header
     with (
-        pytest.raises(BucketError, match=f"a service that heeds {header}, as"),
-        BUCKET_RUNS.work(ADDRESS, "demo", tmp_path, print),
+        pytest.raises(BucketError, match=f"a service that heeds {heeded}, as"),
+        BUCKET_RUNS.work(server.address, "demo", tmp_path, print),
     ):
         pytest.fail("another head could write over this one")
 
@@ -330,23 +348,24 @@ def test_what_the_bucket_does_not_take_at_the_end_stays_and_is_sent_by_the_next_
     assert (copy / "summary.json").read_text() == "{}"
 
 
+@EACH
 def test_a_head_that_lost_its_run_to_another_ends_with_sigterm(server: BucketServer, tmp_path: Path) -> None:
     ended = threading.Event()
     with (  # noqa: PT012
         on_signals([signal.SIGTERM], lambda *_: ended.set()),
         pytest.raises(FencedError, match="another head has taken this run over"),
-        BUCKET_RUNS.work(ADDRESS, "demo", tmp_path / "one", print) as runs_dir,
+        BUCKET_RUNS.work(server.address, "demo", tmp_path / "one", print) as runs_dir,
     ):
         run = runs_dir / "demo"
         run.mkdir()
         (run / "config.yaml").write_text("name: demo")
         server.wait_for(lambda: snapshots_of(server) > 1)
         release(server)
-        with BUCKET_RUNS.work(ADDRESS, "demo", tmp_path / "two", print) as other:
+        with BUCKET_RUNS.work(server.address, "demo", tmp_path / "two", print) as other:
             assert (other / "demo" / "config.yaml").read_text() == "name: demo"
             checkpoint(run, 1)
             assert ended.wait(60)
-    copy = BUCKET_RUNS.read(ADDRESS, "demo", tmp_path / "three", Wanted.ALL)
+    copy = BUCKET_RUNS.read(server.address, "demo", tmp_path / "three", Wanted.ALL)
     assert not (copy / "checkpoints").exists()
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 from statistics import fmean
 
 import pytest
-from main_job import Job, outcome, run_process
+from main_job import At, Job, largest_difference, lora, outcome, run_process, run_ranks
 
 from spotlight.config.load import load_config
 from spotlight.store.metrics import read_metrics
@@ -30,6 +31,35 @@ def test_a_run_goes_on_to_the_bit(job: Job, algorithm: str) -> None:
             ended = run_process(given, answer=job.root / f"{algorithm}-{name}.json")
             assert ended.finished, ended
     assert outcome(job.root / f"{algorithm}-parts") == outcome(job.root / f"{algorithm}-straight")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", RATES)
+def test_a_kill_between_scores_and_update_loses_nothing(job: Job, algorithm: str) -> None:
+    straight, killed = (arguments(job, f"{algorithm}-{name}", algorithm) for name in ("unkilled", "killed"))
+    answer = job.root / f"{algorithm}-killed.json"
+    assert run_process(straight, answer=answer).finished
+    # The gradients that the rewards' processes have made are gone with the process that holds them.
+    ended = run_process(killed, At("work training", 3), answer=answer)
+    assert ended.exit_code == -signal.SIGKILL, ended
+    again = run_process(killed, answer=answer)
+    assert again.finished, again
+    assert outcome(job.root / f"{algorithm}-killed") == outcome(job.root / f"{algorithm}-unkilled")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", RATES)
+def test_two_ranks_do_what_one_does(job: Job, algorithm: str) -> None:
+    few = ("iterations=2", "learner.learning_rate=1e-3", "learner.micro_batch_size=4")
+    one, two = (arguments(job, f"{algorithm}-{name}", algorithm, *few) for name in ("one", "two"))
+    assert run_process(one, answer=job.root / "one.json").finished
+    ended = run_ranks(2, two, answer=job.root / "two")
+    assert [(each.exit_code, each.error) for each in ended] == [(0, None)] * 2
+    runs = job.root / f"{algorithm}-one", job.root / f"{algorithm}-two"
+    assert largest_difference(*runs) <= 1e-5
+    assert max(float(tensor.abs().max()) for name, tensor in lora(runs[1]).items() if "lora_B" in name) > 5e-4
+    rewards = [[row.values.get("rollout/reward") for row in read_metrics(run)] for run in runs]
+    assert rewards[0] == pytest.approx(rewards[1], abs=1e-5)
 
 
 @pytest.mark.slow

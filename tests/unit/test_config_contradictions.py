@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -13,6 +14,7 @@ from spotlight.config.schema import RunConfig
 from spotlight.config.sections.evaluation import EvaluationConfig
 from spotlight.config.sections.learner_section import LearnerConfig
 from spotlight.config.sections.rollout import RolloutConfig
+from spotlight.dry_run.run_plan import count_passes
 from spotlight_rewards.base.errors import ConfigError, Problem
 
 BASE = (
@@ -511,6 +513,43 @@ def test_batches_divide_or_the_error_says_what_does(
             assert problem.key not in {
                 p.key for p in fixed.learner.batch_problems(fixed.rollout, fixed_ranks)
             }
+
+
+FOUR_STEPS = Path(__file__).parents[2] / "examples/testbed-four-steps.yaml"
+
+
+def test_four_steps_suffice_for_every_kind_of_algorithm() -> None:
+    counted = "rewards=[{name: shape-counter}]"
+    nft, rvm = (
+        load_config(FOUR_STEPS, more) for more in ([], ["algorithm={name: rvm, noise_levels: steps}"])
+    )
+    assert nft.algorithm.model_dump()["noise_levels"] == rvm.algorithm.model_dump()["noise_levels"] == "steps"
+    opsd = load_config(FOUR_STEPS, ["algorithm.name=opsd", counted])
+    passes = count_passes(opsd, 0)
+    assert (passes.rollout, passes.policy, passes.old) == (192 * 3, 192, 0)
+    noisy = ["algorithm.name=flow-grpo-fast", "rollout.sampler=flow-sde"]
+    window = "rollout.sde_window={kind: random, size: 3}"
+    assert load_config(FOUR_STEPS, [*noisy, window]).rollout.window_end == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["algorithm.train_timesteps=5"], "algorithm.train_timesteps: found 5; .*Lower it to 4"),
+        (["algorithm={name: opsd, query_steps: 5}"], "algorithm.query_steps: found 5; expected at most"),
+        (
+            [
+                "algorithm.name=flow-grpo-fast",
+                "rollout.sampler=cps",
+                "rollout.sde_window={kind: random, size: 4}",
+            ],
+            "rollout.sde_window.size: found 4; .*up to step 3",
+        ),
+    ],
+)
+def test_what_four_steps_do_not_hold_is_refused(given: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config(FOUR_STEPS, given)
 
 
 def test_the_default_has_no_contradictions() -> None:

@@ -213,7 +213,7 @@ def scenario_tree(name: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=by_name)
-def test_yaml_blocks_are_configurations(page: Path) -> None:
+def test_yaml_blocks_are_configurations(page: Path, tmp_path: Path) -> None:
     for language, block in FENCE.findall(page.read_text(encoding="utf-8")):
         if language == "yaml":
             tree = parse_yaml(block)
@@ -223,6 +223,10 @@ def test_yaml_blocks_are_configurations(page: Path) -> None:
                 continue
             if tree.keys() & {"grid", "search"}:
                 assert grid_runs(sweep_of({"name": "docs", **tree}, by_name(page)))
+                continue
+            if "stages" in tree:
+                (tmp_path / "my_run.yaml").write_text(block)
+                assert [load_config(tmp_path / "my_run.yaml", [f"stage={name}"]) for name in tree["stages"]]
                 continue
             assert build_config(with_preset(tree), by_name(page))
 

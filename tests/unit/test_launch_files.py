@@ -123,7 +123,7 @@ def test_the_role_for_scaling_allows_what_the_provider_calls_and_no_more() -> No
 
 def test_each_way_to_launch_trains() -> None:
     assert [name for name, words in training_commands() if words[0] == "train"] == [
-        "kuberay-rayjob.yaml", "skypilot-reserved.yaml", "slurm-reserved.sbatch",
+        "kuberay-rayjob.yaml", "skypilot-head.yaml", "skypilot-reserved.yaml", "slurm-reserved.sbatch",
     ]  # fmt: skip
 
 
@@ -152,6 +152,47 @@ def test_learner_fits_the_reserved_gpus() -> None:
 
 def test_the_rayjob_is_what_kuberay_takes() -> None:
     schema("kuberay_rayjob_v1.json").validate(rayjob())
+    schema("kuberay_rayjob_crd.json").validate(rayjob())
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("submissionMod",), "HTTPMode"),
+        (("submissionMode",), 3),
+        (("shutdownAfterJobFinishes",), "yes"),
+        (("rayClusterSpec", "headGroupSpec", "rayStartParams"), {"num-cpus": 0}),
+        (("rayClusterSpec", "workerGroupSpecs", 0, "replicas"), 1.5),
+        (("rayClusterSpec", "workerGroupSpecs", 0, "groupNam"), "spot"),
+        (("rayClusterSpec", "headGroupSpec", "template", "spec", "containers", 0, "prts"), []),
+    ],
+)
+def test_the_published_definition_sees_mistakes(place: tuple[str | int, ...], value: object) -> None:
+    job = rayjob()
+    target = job["spec"]
+    for key in place[:-1]:
+        target = target[key]
+    target[place[-1]] = value
+    assert not schema("kuberay_rayjob_crd.json").is_valid(job)
+
+
+def other_objects() -> list[Any]:
+    """Those of Kubernetes itself."""
+    files = (RAYJOB, LAUNCH / "kuberay-scaling.yaml")
+    parts = [part for path in files for part in yaml.safe_load_all(path.read_text())]
+    return [part for part in parts if part["kind"] != "RayJob"]
+
+
+def test_the_other_objects_are_what_kubernetes_takes() -> None:
+    expected = schema("kubernetes_objects.json")
+    assert len(other_objects()) == 5
+    for part in other_objects():
+        expected.validate(part)
+        assert not expected.is_valid({**part, "specs": {}}), part["kind"]
+        assert not expected.is_valid({**part, "apiVersion": "v9"}), part["kind"]
+    policy = next(part for part in other_objects() if part["kind"] == "NetworkPolicy")
+    policy["spec"]["ingress"][0]["form"] = policy["spec"]["ingress"][0].pop("from")
+    assert not expected.is_valid(policy), "everybody would reach the pods"
 
 
 @pytest.mark.parametrize(
@@ -360,8 +401,21 @@ def test_reserved_and_spot_machines_find_each_other() -> None:
     assert "launch/ray-start.sh head" in reserved["run"]
     assert spot["envs"]["SPOTLIGHT_KIND"] == "spot"
     assert 'launch/ray-start.sh "$SPOTLIGHT_KIND" "$SPOTLIGHT_HEAD:6379"' in spot["run"]
-    for task in (reserved, spot):
+    for task in (reserved, spot, sky("head")):
         assert task["secrets"] == {"SPOTLIGHT_TOKEN": None}
+
+
+def test_spot_machines_find_a_head_that_moves() -> None:
+    head, spot = sky("head"), sky("spot")
+    assert head["resources"]["use_spot"]
+    assert head["resources"]["infra"] == spot["resources"]["infra"]
+    assert "launch/ray-start.sh spot-head" in head["run"]
+    (words,) = (words for name, words in training_commands() if name == "skypilot-head.yaml")
+    config = loaded(words)
+    assert config.fleet.head == "any"
+    run = f"{config.runs_dir}/{config.name}".replace(":/", "://")
+    assert run in (LAUNCH / "skypilot-head.yaml").read_text()
+    assert 'spotlight_bucket.follow_head "$SPOTLIGHT_HEAD" -- launch/ray-start.sh' in spot["run"]
 
 
 # -- SLURM ---------------------------------------------------------------------------

@@ -108,6 +108,14 @@ def test_evaluations_of_more_steps_than_training_are_reported() -> None:
     assert note.startswith("93% of all denoising steps will be evaluation: 96 pictures (3 prompts x ")
     less = load_config(None, [*few, "evaluation.prompts=3", "evaluation.images_per_prompt=1"])
     assert load_prompts(less).notes(less) == ()
+    counted = "rewards=[{name: shape-counter}]"
+    stops = load_config(
+        None, [*few, "evaluation.prompts=3", "algorithm={name: refl, query_steps: 2}", counted]
+    )
+    # 7 evaluations of 3 x 32 pictures in 10 steps, 30 iterations of 4 in 2
+    assert load_prompts(stops).evaluated_share(stops) == 6720 / (6720 + 240)
+    stored = load_config(None, [*few, "algorithm.name=sft", "evaluation.every=1"])
+    assert load_prompts(load_config(None, [])).evaluated_share(stored) == 0
 
 
 def test_prompts_that_are_cut_are_reported(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
+from spotlight.cli.runs.train import driver_of
 from spotlight.config.load import load_config
 from spotlight.data.datasets import load_prompts
 from spotlight.diffusion.samplers import ODE
@@ -18,10 +20,12 @@ from spotlight.models.family import ModelFamily
 from spotlight.models.media import MediaSize
 from spotlight.registry import FAMILIES
 from spotlight.rollout.state import Recipe
-from spotlight.rollout.stored_pictures import StoredPictures, picture_of
+from spotlight.rollout.stored_pictures import StoredPictures, picture_of, require_readable
+from spotlight.runtime.observer import Silent
 from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId
 from spotlight.testbed import PIPELINE_DIR
 from spotlight_rewards.base.errors import ConfigError
+from spotlight_rewards.base.prompt_files import PromptFileError
 from spotlight_rewards.base.prompts import Prompt, PromptId
 
 SFT, DPO = "algorithm.name=sft", "algorithm={name: diffusion-dpo, stored: true}"
@@ -32,8 +36,9 @@ def picture(path: Path, color: str = "red", size: tuple[int, int] = (32, 32)) ->
     return path
 
 
-def trained(path: Path, algorithm: str = SFT) -> tuple[Prompt, ...]:
-    return load_prompts(load_config(None, [algorithm, "rollout.group_size=2", f"data.train={path}"])).train
+def trained(path: Path, algorithm: str = SFT, *more: str) -> tuple[Prompt, ...]:
+    given = [algorithm, "rollout.group_size=2", f"data.train={path}", *more]
+    return load_prompts(load_config(None, given)).train
 
 
 def test_a_folder_of_pictures_with_captions(tmp_path: Path) -> None:
@@ -58,7 +63,12 @@ def test_a_folder_with_an_index_as_hugging_face_has_it(tmp_path: Path) -> None:
     )
 
 
-def test_rows_of_pick_a_pic_become_pairs_the_preferred_picture_first(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("column", "more"), [("prompt", ()), ("caption", ("data.prompt_column=caption", "data.test=testbed"))]
+)
+def test_rows_of_pick_a_pic_become_pairs_the_preferred_picture_first(
+    tmp_path: Path, column: str, more: tuple[str, ...]
+) -> None:
     for name in "abc":
         picture(tmp_path / f"{name}.png")
 
@@ -67,9 +77,9 @@ def test_rows_of_pick_a_pic_become_pairs_the_preferred_picture_first(tmp_path: P
         return json.dumps(dict(zip(("caption", "jpg_0", "jpg_1", "label_0", "label_1"), values, strict=True)))
 
     rows = [row("one", "a", "b", 1, 0), row("two", "a", "c", 0, 1), row("tie", "b", "c", 0.5, 0.5)]
-    rows.append('{"prompt": "three", "pictures": ["c.png", "a.png"]}')
+    rows.append(f'{{"{column}": "three", "pictures": ["c.png", "a.png"]}}')
     (tmp_path / "pairs.jsonl").write_text("\n".join(rows))
-    found = trained(tmp_path / "pairs.jsonl", DPO)
+    found = trained(tmp_path / "pairs.jsonl", DPO, *more)
     names = [(each.text, "".join(Path(path).stem for path in each.pictures)) for each in found]
     assert names == [("one", "ab"), ("two", "ca"), ("three", "ca")]
 
@@ -102,6 +112,23 @@ def test_too_few_and_too_many_pictures_of_a_prompt(
         ConfigError, match=f"data.train: found {pictures} pictures of 'a cat'; expected {expected}"
     ):
         trained(tmp_path / "train.jsonl", algorithm)
+
+
+def test_damaged_pictures_are_named_before_the_model_is_loaded(tmp_path: Path) -> None:
+    paths = [picture(tmp_path / f"{name}.jpg", size=(256, 256)) for name in ("whole", "cut", "none")]
+    paths[1].write_bytes(paths[1].read_bytes()[:-400])
+    paths[2].write_bytes(b"")
+    for path in paths:
+        path.with_suffix(".txt").write_text(f"a {path.stem} cat")
+    config = load_config(
+        None,
+        [SFT, "device=cpu", "rollout.group_size=2", f"data.train={tmp_path}", f"runs_dir={tmp_path}/runs"],
+    )
+    with pytest.raises(PromptFileError, match=r"data.train: 2 pictures cannot be read") as refused:
+        driver_of(config)(config, Silent(), 0.0)
+    assert re.findall(r"'a (\w+) cat'", str(refused.value)) == ["cut", "none"]
+    assert not (tmp_path / "runs").exists()
+    require_readable([Prompt(PromptId("p"), "a cat", {"pictures": [str(paths[0])]})])
 
 
 def test_a_picture_is_cut_in_the_middle_and_scaled(tmp_path: Path) -> None:

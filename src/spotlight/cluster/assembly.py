@@ -20,8 +20,8 @@ from spotlight.cluster.drains import Drains
 from spotlight.cluster.head import Head, HeadParts
 from spotlight.cluster.incidents import IncidentRecorder
 from spotlight.cluster.learner.learner_group import LearnerGroup
-from spotlight.cluster.learner.learner_rank import write_token
 from spotlight.cluster.learner.life import Deadlines
+from spotlight.cluster.learner.rank_folder import write_token
 from spotlight.cluster.learner.ray_launcher import RayLauncher
 from spotlight.cluster.learner_driver import LearnerDriver, Places, PublishedVersions
 from spotlight.cluster.model_fetch import pinned
@@ -148,6 +148,7 @@ async def assembled(materials: Materials, room: AttemptRoom) -> AsyncIterator[He
             observer=materials.observer,
             attempt=room.attempt.number,
             grid=config.evaluation.grid,
+            training_pictures_every=config.metrics.training_pictures_every,
             traces=traces,
             nodes=nodes,
             supplies=supplies,

@@ -162,15 +162,16 @@ def _joined(config: RunConfig, observer: Observer) -> Iterator[Site]:
         connection = stack.enter_context(connected(address, stop))
         here = ray.get_runtime_context().get_node_id()
         view = read_view(list_nodes())
-        require_usable(view, fleet.reserved_ranks, f"the cluster at {address}")
+        require_usable(view, fleet.reserved_ranks, f"the cluster at {address}", spot_head=fleet.head == "any")
         nodes = list(view.nodes.values())
         head_node = next((node for node in nodes if node.ray_id == here), None)
-        if head_node is None or head_node.kind is not NodeKind.RESERVED:
+        if head_node is None or (head_node.kind is not NodeKind.RESERVED and fleet.head == "reserved"):
             problem = Problem(
                 "the node of this process",
                 "a spot node" if head_node else "a node that is neither reserved nor spot",
-                "a reserved node: the controller and all progress live there",
-                "Run this command on a reserved node (ray start --resources='{\"spotlight_reserved\": 1}').",
+                "a reserved node, for the head" if fleet.head == "reserved" else "a node of the run",
+                "Run this command on a reserved node (ray start --resources='{\"spotlight_reserved\": 1}'), "
+                "or on any if the run outlives it (fleet.head=any).",
             )
             raise ConfigError(f"the cluster at {address}", [problem])
         host = head_node.address if emulated is None else LOOPBACK

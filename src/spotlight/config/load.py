@@ -20,6 +20,7 @@ from spotlight.config.schema import RUN_NAME, RunConfig
 from spotlight.config.section import STATED
 from spotlight.config.sections.algorithm import KEYS_OF_GROUPS, AlgorithmSection
 from spotlight.config.sections.policies import policy_section
+from spotlight.config.training_stages import take_stage
 from spotlight.registry import ALGORITHMS
 from spotlight_rewards.base.errors import ConfigError, Problem, did_you_mean
 from spotlight_rewards.base.yaml_tree import merge, parse_override, parse_yaml, read_tree, section_of
@@ -40,13 +41,15 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
         path: YAML file, whose own name is the run's if it gives none (``demo`` if that cannot be one);
             None: :data:`EMBEDDED` (the tiny Qwen-Image demo, without its tags where ``overrides`` name other
             prompts), or what ``like=NAME`` names.
-        overrides: ``key.subkey=value`` in YAML syntax, applied in order.
+        overrides: ``key.subkey=value`` in YAML syntax, applied in order; ``stage=NAME`` chooses one of the
+            file's (:mod:`spotlight.config.training_stages`).
 
     Raises:
         ConfigError: all problems found, each naming key, value, expectation and remedy.
     """
     preset = any(text.startswith("like=") for text in overrides)
     tree = {} if path is None and preset else read_tree(path or EMBEDDED)
+    stage, overrides = take_stage(tree, overrides, str(path or "the command"))
     if path is None and any(text.startswith(("data.train=", "data.test=", "data=")) for text in overrides):
         tree.pop("data", None)  # the demo's tags are of the testbed's prompts
     read, problems = without_removed(tree)
@@ -61,6 +64,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     name = str(tree.get("like") or "") if path is None else path.stem if path.is_file() else ""
     if RUN_NAME.match(name):
         tree.setdefault("name", name)
+    stage.put_in_place(tree, source)
     return build_config(with_preset(tree), f"{source} with {' '.join(others)}" if others else source)
 
 

@@ -90,11 +90,14 @@ class Prompts:
         return tuple(notes)
 
     def evaluated_share(self, config: RunConfig) -> float:
-        """Share of evaluations in the denoising steps of the run."""
+        """Share of evaluations in the denoising steps of the run; 0 where only they have any."""
         rollout, evaluation = config.rollout, config.evaluation
+        if config.algorithm.trains_on_stored:
+            return 0.0
+        steps = config.algorithm.stops_at(rollout.steps)
         each = len(self.test) * evaluation.images_per_prompt * evaluation.steps
         evaluated = evaluation.count(config.iterations) * each
-        rolled = rollout.prompts_per_iteration * rollout.group_size * rollout.steps * config.iterations
+        rolled = rollout.prompts_per_iteration * rollout.group_size * steps * config.iterations
         return evaluated / (evaluated + rolled)
 
     def used(self, config: RunConfig) -> list[Prompt]:
@@ -245,7 +248,7 @@ def _text_of(key: str, path: Path, column: str) -> str:
     """Raises OSError, or ValueError that says what is wrong."""
     if _is_pictures(path):
         return folder_text(path)
-    return with_pairs(read_text(path, key.rpartition(".")[2], column))
+    return with_pairs(read_text(path, key.rpartition(".")[2], column), column)
 
 
 _PICTURES = "name pictures that a prompt is about in 'references'"

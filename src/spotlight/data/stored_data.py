@@ -38,18 +38,21 @@ def folder_text(folder: Path) -> str:
     return "\n".join(map(json.dumps, found))
 
 
-def with_pairs(text: str) -> str:
+def with_pairs(text: str, column: str) -> str:
     """``text``, its rows of Pick-a-Pic as a prompt with two pictures, the preferred one first; ties are left
     out, and other lines stay. Its keys: ``caption``, ``jpg_0``, ``jpg_1`` (paths), ``label_0``, ``label_1``.
+
+    Args:
+        column: key of texts in other lines, and so in the result.
 
     Raises:
         ValueError: such a row is no object, or its labels are no numbers.
     """
     numbered = enumerate(text.split("\n"), start=1)
-    return "\n".join(each for number, line in numbered if (each := _paired(number, line)) is not None)
+    return "\n".join(each for number, line in numbered if (each := _paired(number, line, column)) is not None)
 
 
-def _paired(number: int, line: str) -> str | None:
+def _paired(number: int, line: str, column: str) -> str | None:
     if not all(f'"{name}"' in line for name in _PAIR):
         return line
     record = _object(f"line {number}", line)
@@ -65,7 +68,7 @@ def _paired(number: int, line: str) -> str | None:
     if better == 0:
         return None
     pictures = [first, second] if better > 0 else [second, first]
-    return json.dumps({**record, "prompt": caption, "pictures": pictures})
+    return json.dumps({**record, column: caption, "pictures": pictures})
 
 
 def _object(where: str, line: str) -> dict[str, Any]:

@@ -220,7 +220,10 @@ def count_passes(config: RunConfig, evaluation_images: int) -> Passes:
         policy=trained,
         backward=trained,
         recomputed=_recomputed(config, trained),
-        old=(later if algorithm.old_policy_starts_batch else trained) if algorithm.uses_old_policy else 0,
+        # At a query the rollout itself tells the old policy's prediction.
+        old=(later if algorithm.old_policy_starts_batch else trained)
+        if algorithm.uses_old_policy and not algorithm.needs_gradients
+        else 0,
         reference=trained if algorithm.uses_reference else 0,
         old_log_probs=later if algorithm.recomputes_log_probs else 0,
         evaluation=evaluation_images * config.evaluation.steps * guidance,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +16,12 @@ from spotlight.models.media import MediaSize
 from spotlight.rollout.limits import decode_batch
 from spotlight.rollout.state import FinishedRollout, Recipe, SampleTensors
 from spotlight.scheduler.types import Rollout
+from spotlight_rewards.base.file_errors import StoreError
 from spotlight_rewards.base.media_files import read_media
+from spotlight_rewards.base.prompt_files import PromptFileError
 from spotlight_rewards.base.prompts import Prompt, PromptId
+
+_DAMAGED_SHOWN, _TEXT_SHOWN = 10, 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,22 @@ class StoredPictures:
     def _path(self, rollout: Rollout) -> Path:
         pictures = self.prompts[rollout.prompt_id].pictures
         return Path(pictures[rollout.member * len(pictures) // self.group_size])
+
+
+def require_readable(prompts: Iterable[Prompt]) -> None:
+    """Decode all pictures, which rows of a data set may name that are damaged. Raises PromptFileError."""
+    damaged = []
+    for prompt in prompts:
+        for path in prompt.pictures:
+            try:
+                read_media(Path(path))
+            except StoreError as error:
+                damaged.append(f"  {prompt.text[:_TEXT_SHOWN]!r}: {error}")
+    if damaged:
+        shown = [*damaged[:_DAMAGED_SHOWN], *["  ..."] * (len(damaged) > _DAMAGED_SHOWN)]
+        raise PromptFileError(
+            "\n".join([f"data.train: {len(damaged)} pictures cannot be read; leave out their rows:", *shown])
+        )
 
 
 def picture_of(path: Path, size: MediaSize) -> NDArray[np.uint8]:

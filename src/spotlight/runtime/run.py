@@ -20,7 +20,7 @@ import torch
 from spotlight.config.load import dump_config
 from spotlight.config.schema import RunConfig
 from spotlight.garbage import collection_paused
-from spotlight.rollout.stored_pictures import StoredPictures
+from spotlight.rollout.stored_pictures import StoredPictures, require_readable
 from spotlight.runtime.assembly import components as build
 from spotlight.runtime.assembly.learner_parts import Learning, assemble, fill_embeddings, prepare_model
 from spotlight.runtime.attempt import RunResult as RunResult
@@ -112,11 +112,13 @@ def _gather(config: RunConfig, device: torch.device, ranks: Ranks, stack: ExitSt
     if problems := list(config.rank_problems(ranks.world, ranks.per_node)):
         raise ConfigError(f"this configuration on {ranks.world} ranks", problems)
     prompts = require_startable(config)
+    used = prompts.used(config)
     if ranks.is_main:
         require_disk(config, prompts)
+        if config.algorithm.trains_on_stored:
+            require_readable(used)
     # The rewards' mistakes are the user's, and reported before a large model is downloaded and read.
     rewards = stack.enter_context(build.make_reward_pool(config))
-    used = prompts.used(config)
     rewards.check([prompt.text for prompt in used], [prompt.metadata for prompt in used])
     model = prepare_model(config, device)
     conditions = fill_embeddings(config, model, used, ranks)
@@ -190,6 +192,7 @@ def _drive(
             lease_size=config.rollout.batch_size * ranks.world,
             deal_size=_deal_size(config),
             grid=config.evaluation.grid,
+            training_pictures_every=config.metrics.training_pictures_every,
             around=materials.around,
         )
     )

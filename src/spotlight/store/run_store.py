@@ -35,12 +35,15 @@ class RunStore(Protocol):
     """Keeps runs below addresses. Methods raise :class:`StoreError`."""
 
     def work(
-        self, address: str, name: str, cache: Path, note: Callable[[str], None]
+        self, address: str, name: str, cache: Path, note: Callable[[str], None], cluster: str = ""
     ) -> AbstractContextManager[Path]:
         """A folder of this machine that is ``runs_dir`` within the block, with what is kept of the run.
 
         What the run writes there is brought away behind it, and all of it when the block is left. Should
         another process take the run over, this one gets a SIGTERM, and leaving the block is a StoreError.
+
+        Args:
+            cluster: address of the Ray cluster to which others find the way from here; empty: of none.
         """
 
     def read(self, address: str, name: str, cache: Path, wanted: Wanted) -> Path:

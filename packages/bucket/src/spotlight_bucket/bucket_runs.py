@@ -12,7 +12,7 @@ from pathlib import Path
 
 from spotlight.store.run_store import Wanted
 from spotlight_bucket.bucket_objects import open_objects
-from spotlight_bucket.lease import claim
+from spotlight_bucket.lease import LEASE_S, claim
 from spotlight_bucket.local_copies import (
     ReadCopy,
     bring_to_work,
@@ -36,12 +36,14 @@ class BucketRuns:
     """Runs below an address of a bucket."""
 
     @contextmanager
-    def work(self, address: str, name: str, cache: Path, note: Callable[[str], None]) -> Iterator[Path]:
+    def work(
+        self, address: str, name: str, cache: Path, note: Callable[[str], None], cluster: str = ""
+    ) -> Iterator[Path]:
         """See :class:`spotlight.store.run_store.RunStore`."""
         with working_copy(folder_of(address, cache), name) as copy:
             objects = open_objects(f"{address}/{name}")
             before = newest_snapshot(objects)
-            lease = claim(objects, copy.id, note, after=before.epoch if before else 0)
+            lease = claim(objects, copy.id, note, before.epoch if before else 0, cluster)
             base = take_over(objects, lease.holder.epoch, copy.id)
             bring_to_work(copy, base, objects, note)
             place = Place(copy.run, copy.backup, copy.id, objects)
@@ -86,6 +88,11 @@ class BucketRuns:
             "  its requests",
             f"${dollars:.4f}",
             f"{pieces} pieces of 16 MiB and some {small} small objects, at ${PUT_USD * 1000:g} per 1,000",
+        )
+        yield (
+            "the head is lost",
+            f"{LEASE_S:.0f} s",
+            "then the same command on any machine goes on from the newest checkpoint here",
         )
         month = kept_bytes / 1e9 * GB_MONTH_USD
         yield (

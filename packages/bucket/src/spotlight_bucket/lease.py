@@ -1,6 +1,6 @@
 """The lease on a run in a bucket: which head works on it, as long as it renews.
 
-    head.json     epoch, holder, working copy; replaced by conditional puts alone
+    head.json     epoch, holder, working copy, address; replaced by conditional puts alone
 
 It keeps a second head from starting while the first lives; what it fails at, the chain of snapshots catches.
 Times are those of the bucket, so the clocks of machines do not matter: the age of a lease is the difference
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import time
 from collections.abc import Callable
@@ -25,6 +26,7 @@ LEASE_S = 60.0
 RENEWED_EVERY_S = 15.0
 _LOOKS_EVERY_S = 3.0
 _BYTES_MAX = 4096
+_ADDRESS = re.compile(r"([A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:]{2,45}\]):[0-9]{1,5}|")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,7 @@ class Holder:
     Attributes:
         epoch: counts heads of the run.
         copy: the working copy on its machine; one process at a time has that.
+        address: of the Ray cluster that the head is in, for nodes to join; empty: none that is known.
         renewals: makes each content differ from the one before.
     """
 
@@ -42,6 +45,7 @@ class Holder:
     where: str
     renewals: int = 0
     released: bool = False
+    address: str = ""
 
 
 class HeadLease:
@@ -82,6 +86,7 @@ def claim(
     copy: str,
     note: Callable[[str], None],
     after: int = 0,
+    address: str = "",
     lease_s: float = LEASE_S,
     sleep: Callable[[float], None] = time.sleep,
 ) -> HeadLease:
@@ -92,6 +97,7 @@ def claim(
 
     Args:
         after: an epoch that was there before; the one claimed is above it.
+        address: see :class:`Holder`.
 
     Raises:
         RunInUseError: another head works on it.
@@ -102,7 +108,7 @@ def claim(
     while True:
         found = objects.get(HEAD, _BYTES_MAX)
         there = None if found is None else _parsed(objects, found[0])
-        wanted = Holder(max(after, there.epoch if there else 0) + 1, copy, where)
+        wanted = Holder(max(after, there.epoch if there else 0) + 1, copy, where, address=address)
         if found is None or there is None:
             if objects.create(HEAD, _render(wanted)):
                 return HeadLease(objects, wanted)
@@ -122,6 +128,12 @@ def claim(
             note(f"{objects.address}: {there.where} may still work here; its lease ends in {left_s:.0f} s")
             met, told = there, True
         sleep(min(left_s, _LOOKS_EVERY_S))
+
+
+def holder_of(objects: Objects) -> Holder | None:
+    """Who has, or had, the run; None: nobody ever. Raises BucketError."""
+    found = objects.get(HEAD, _BYTES_MAX)
+    return None if found is None else _parsed(objects, found[0])
 
 
 def _require_conditional_puts(objects: Objects) -> None:
@@ -156,6 +168,8 @@ def _parsed(objects: Objects, content: bytes) -> Holder:
         types = type(holder.epoch), type(holder.copy), type(holder.where), type(holder.released)
         if types != (int, str, str, bool) or not 0 <= holder.epoch < 10**6 - 1:
             raise ValueError(f"found {content[:100]!r}")
+        if _ADDRESS.fullmatch(holder.address) is None:  # it gets into a command
+            raise ValueError(f"its address is {holder.address!r}")
     except (ValueError, TypeError, RecursionError) as error:
         raise BucketError(
             f"{objects.address}/{HEAD}: not a lease ({error}). Remove it once no head works on the run."

@@ -74,16 +74,18 @@ class Replicator:
             return False
         if self._looks_again:
             self._look()
-        pointer, began_s = pointer_of(place.run), time.monotonic()
+        pointer, began_s, began_cpu_s = pointer_of(place.run), time.monotonic(), time.thread_time()
         before = dataclasses.replace(self.sender.sent)
         with consistent_files(place.run, place.backup) as files:
             stored = self.sender.send(files)
         if stored != self.newest.files:
             self._append(RunSnapshot(self.newest.serial + 1, self.newest.epoch, place.copy, stored))
             sent, took_s = self.sender.sent, time.monotonic() - began_s
+            cpu_s = time.thread_time() - began_cpu_s + sent.cpu_s - before.cpu_s
             log.info(
-                "snapshot %d: %d bytes in %d requests, %.2f s",
-                *(self.newest.serial, sent.bytes - before.bytes, sent.requests - before.requests, took_s),
+                "snapshot %d: %d bytes in %d requests, %.2f s, of which %.3f s on a CPU",
+                *(self.newest.serial, sent.bytes - before.bytes, sent.requests - before.requests),
+                *(took_s, cpu_s),
             )
         self._pointer = pointer
         return True

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Self
+from typing import NamedTuple, Self
 
 from spotlight_bucket.bucket_objects import Objects
 from spotlight_bucket.run_files import OpenFile
@@ -37,12 +37,19 @@ class Sent:
     """Bytes and requests of this process.
 
     Attributes:
+        cpu_s: of the threads that send.
         there: bytes of the files of the call under way, or the last, that the bucket holds.
     """
 
     bytes: int = 0
     requests: int = 0
+    cpu_s: float = 0.0
     there: int = 0
+
+
+class _Arrival(NamedTuple):
+    bytes: int
+    cpu_s: float
 
 
 @dataclass(slots=True)
@@ -75,7 +82,7 @@ class Sender:
         Raises BucketError, OSError of the disk; chunks that had arrived stay known.
         """
         found: dict[str, StoredFile] = {}
-        under_way: dict[Future[int], str] = {}
+        under_way: dict[Future[_Arrival], str] = {}
         self.sent.there = 0
         try:
             for each in files:
@@ -92,6 +99,7 @@ class Sender:
                 for future in under_way:  # after an error: what arrives still counts
                     if future.exception() is None:
                         self._arrived(under_way[future])
+                        self.sent.cpu_s += future.result().cpu_s
         self._described = {path: kept for path, kept in self._described.items() if path in found}
         return found
 
@@ -102,7 +110,7 @@ class Sender:
         there = all(self._known.get(digest_of(chunk)) == chunk for chunk in stored.chunks)
         return stored if there else None
 
-    def _send(self, file: OpenFile, under_way: dict[Future[int], str]) -> StoredFile | None:
+    def _send(self, file: OpenFile, under_way: dict[Future[_Arrival], str]) -> StoredFile | None:
         piece, left, chunks = chunk_bytes_of(file.path), file.size_bytes, list[str]()
         coming = {digest_of(chunk): chunk for chunk in under_way.values()}
         while left > 0:
@@ -128,15 +136,18 @@ class Sender:
             self._described[file.path] = file.stamp, stored
         return stored
 
-    def _put(self, name: str, content: bytes) -> int:
+    def _put(self, name: str, content: bytes) -> _Arrival:
+        began_s = time.thread_time()
         self.objects.put(f"{CHUNKS}/{name}", content)
-        return len(content)
+        return _Arrival(len(content), time.thread_time() - began_s)
 
-    def _settle(self, under_way: dict[Future[int], str]) -> None:
+    def _settle(self, under_way: dict[Future[_Arrival], str]) -> None:
         done, _ = wait(under_way, return_when=FIRST_COMPLETED)
         for future in done:
             name = under_way.pop(future)
-            self.sent.there += future.result()
+            arrival = future.result()
+            self.sent.there += arrival.bytes
+            self.sent.cpu_s += arrival.cpu_s
             self._arrived(name)
 
     def _arrived(self, chunk: str) -> None:

@@ -52,6 +52,24 @@ def run_ranks(count: int, command: Sequence[str], follow_s: float = FOLLOW_S) ->
             return _supervise(processes, logs, ends, follow_s)
 
 
+def run_in_turn(commands: Sequence[Sequence[str]]) -> int:
+    """Run one after another; signals are passed on. Returns the first exit status that is not 0, else 0."""
+    with ending_at_once():
+        for command in commands:
+            process = subprocess.Popen(command, start_new_session=True, preexec_fn=end_with_parent)
+
+            def forward(
+                number: int, frame: FrameType | None, process: subprocess.Popen[bytes] = process
+            ) -> None:
+                process.send_signal(number)
+
+            with on_signals((signal.SIGINT, *signals_that_end()), forward):
+                code = process.wait()
+            if code != 0:
+                return 128 - code if code < 0 else code
+    return 0
+
+
 def _supervise(
     processes: Sequence[subprocess.Popen[bytes]], logs: Path, ends: queue.SimpleQueue[int], follow_s: float
 ) -> int:

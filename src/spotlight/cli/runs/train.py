@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated, NoReturn, TypeAlias
 
 import typer
 from rich.console import Console
@@ -19,6 +19,7 @@ from rich.text import Text
 from spotlight.cli import fork_option
 from spotlight.cli.config_command import split_arguments
 from spotlight.cli.run_argument import run_named
+from spotlight.config.training_stages import stage_names
 from spotlight.garbage import lasting
 from spotlight.testbed import TESTBEDS
 from spotlight_rewards.base.file_errors import StoreError
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from spotlight.runtime.observer import Observer
 
 
+Configured: TypeAlias = "tuple[RunConfig, list[str]]"
+"""With the arguments that give it."""
 ConfigArgument: TypeAlias = Annotated[
     list[str] | None,
     typer.Argument(
@@ -182,6 +185,7 @@ def train(
     Ctrl-C (or SIGTERM, or a closed terminal) stops as soon as a resume is exact: before an iteration's first
     update at once, then at the iteration's end. A second one stops at once.
     A command that names the run may change its course from the next iteration on, which is recorded.
+    A file with stages is a run for each, one after another; stage=NAME chooses one.
     Exit status: 0 finished, 1 stopped by an error, 2 not started, 130 interrupted.
 
     [bold]Examples[/bold]
@@ -222,7 +226,15 @@ def train(
             given = fork_option.forked(given, fork, name, iteration, dry_run=dry_run)
         if not given and fork is not None:
             return
-        config, given = _configured(given, ranks, vote=vote, fit=fit, smoke=smoke)
+        configured = partial(_configured, ranks=ranks, vote=vote, fit=fit, smoke=smoke)
+        stages = stage_names(*split_arguments(given))
+        if stages and not dry_run:
+            _train_stages(stages)
+        if not stages:
+            config, given = configured(given)
+    if stages:
+        _print_stages(stages, given, configured, ranks)
+        return
     if dry_run:
         _print_plan(config, given, ranks)
         return
@@ -262,9 +274,34 @@ def _run_ranks(config: RunConfig, ranks: int) -> int:
         return run_ranks(ranks, [*command, *moved])
 
 
+def _train_stages(stages: Sequence[str]) -> NoReturn:
+    """Each as a command of its own, which goes on with what is there."""
+    from spotlight.cli.runs.rank_processes import run_in_turn
+
+    command = [sys.executable, "-m", "spotlight.cli", *sys.argv[1:]]
+    raise typer.Exit(run_in_turn([[*command, f"stage={each}"] for each in stages]))
+
+
+def _print_stages(
+    stages: Sequence[str],
+    given: Sequence[str],
+    configured: Callable[[list[str]], Configured],
+    ranks: int | None,
+) -> None:
+    """Their plans."""
+    for each in stages:
+        with errors_without_traceback():
+            config, arguments = configured([*given, f"stage={each}"])
+            typer.echo(f"Stage {each}: the run {config.name}")
+            if config.model.lora is not None and not Path(config.model.lora).exists():
+                typer.echo(f"It begins with {config.model.lora}, which an earlier stage is to make")
+                config, _ = configured([*given, f"stage={each}", "model.lora=null"])
+        _print_plan(config, arguments, ranks)
+
+
 def _configured(
     given: list[str], ranks: int | None, *, vote: bool, fit: str | None, smoke: bool
-) -> tuple[RunConfig, list[str]]:
+) -> Configured:
     """The configuration, and the arguments that give it once the options' own keys are among them."""
     config = configuration_of(given)
     _require_ranks(config, ranks, smoke)
@@ -459,7 +496,8 @@ def in_a_folder(config: RunConfig, note: Callable[[str], None]) -> Iterator[RunC
             "Start the ranks with --ranks, or set runs_dir to a folder."
         )
     cache = config.cache_dir or default_cache()
-    with found.store.work(found.address, config.name, cache, note) as runs_dir:
+    cluster = config.fleet.address if config.fleet.address not in (None, "auto") else ""
+    with found.store.work(found.address, config.name, cache, note, cluster) as runs_dir:
         yield config.model_copy(update={"runs_dir": runs_dir})
 
 

@@ -93,6 +93,20 @@ class BlockingBlobClient:
         """Store a blob."""
         self._get(self.actor.put.remote(kind, name, PickleBuffer(data)))  # the transport's only copy
 
+    def file_sizes(self, folder: str) -> dict[str, int]:
+        """Of files in the run directory; see :class:`~spotlight.cluster.blobs.run_files.RunFiles`."""
+        found: dict[str, int] = self._get(self.actor.file_sizes.remote(folder))
+        return found
+
+    def read_file(self, path: str, start: int, length: int) -> bytes:
+        """A piece of one."""
+        piece: bytes = self._get(self.actor.read_file.remote(path, start, length))
+        return piece
+
+    def write_file(self, path: str, start: int, data: bytes) -> None:
+        """Write a piece of one."""
+        self._get(self.actor.write_file.remote(path, start, PickleBuffer(data)))
+
     def _get(self, reference: Any) -> Any:
         import ray
 

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakValueDictionary
 
 from spotlight.cluster.blobs.blob_store import BlobStore, StoredBlob, Usage
+from spotlight.cluster.blobs.run_files import RunFiles
 from spotlight.scheduler.events import Event
 from spotlight.scheduler.types import WorkerId
 from spotlight.worker.reports import Report, ReportedValue, RolloutSpeed, address
@@ -166,10 +167,10 @@ class BlobServer:
 
 
 class BlobActor(BlobServer):
-    """The blob store's actor.
+    """The blob store's actor, which also reads and writes the run directory for who does not share it.
 
     Args:
-        directory: for blobs on disk, on the actor's node.
+        directory: for blobs on disk, on the actor's node, in the run directory.
         memory_bytes: limit of blobs in memory.
 
     Raises StoreError if the directory is unusable.
@@ -177,6 +178,19 @@ class BlobActor(BlobServer):
 
     def __init__(self, directory: str, memory_bytes: int) -> None:
         super().__init__(BlobStore(Path(directory), memory_bytes))
+        self._files = RunFiles(Path(directory).parent)
+
+    async def file_sizes(self, folder: str) -> dict[str, int]:
+        """See :meth:`RunFiles.sizes`."""
+        return await asyncio.to_thread(self._files.sizes, folder)
+
+    async def read_file(self, path: str, start: int, length: int) -> bytes:
+        """See :meth:`RunFiles.read`."""
+        return await asyncio.to_thread(self._files.read, path, start, length)
+
+    async def write_file(self, path: str, start: int, data: bytes | memoryview) -> None:
+        """See :meth:`RunFiles.write`."""
+        await asyncio.to_thread(self._files.write, path, start, data)
 
 
 def start_blob_store(directory: Path, memory_bytes: int, *, node: str) -> ActorHandle[Any]:

@@ -113,7 +113,7 @@ class LearnerGroup:
         this has returned.
 
         Args:
-            checkpoint: the learner's folder of a checkpoint, on shared storage.
+            checkpoint: the learner's folder of a checkpoint.
 
         Returns:
             Manifest of the restored weights.
@@ -294,7 +294,7 @@ class LearnerGroup:
         return detail
 
     async def save(self, directory: Path) -> None:
-        """Write the learner's state to a directory on shared storage; later lives begin here."""
+        """Write the learner's state to a directory; later lives begin here."""
         ranks = self.ranks
         await ranks.ask(LearnerRank.save, directory)
         self._failures = Failures()

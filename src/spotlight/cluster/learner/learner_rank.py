@@ -15,7 +15,6 @@ import os
 import socket
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -30,6 +29,8 @@ from torch._C._distributed_c10d import Store
 import spotlight
 from spotlight.cluster.blobs.blob_server import NEGATIVE
 from spotlight.cluster.blobs.blob_store import BlobAddress, StoredBlob
+from spotlight.cluster.blobs.run_files import RemoteFiles
+from spotlight.cluster.learner.rank_folder import RankFolder
 from spotlight.config.load import build_config
 from spotlight.config.schema import RunConfig
 from spotlight.models.family import ModelFamily
@@ -61,7 +62,6 @@ from spotlight.weights.bundle import WeightsManifest, pack
 from spotlight.weights.flat import digest_of
 from spotlight_kernels.measure.step_profile import StepProfiler
 from spotlight_rewards.base.errors import ConfigError, Problem
-from spotlight_rewards.base.file_errors import StoreError, storage_errors
 from spotlight_rewards.base.prompts import Prompt, PromptId
 from spotlight_rewards.base.yaml_tree import parse_yaml
 
@@ -71,9 +71,6 @@ LOOPBACK = "127.0.0.1"
 SAMPLE, CONDITION, WEIGHTS = "sample", "condition", "weights"
 """Kinds of blobs."""
 _FETCHED_AT_ONCE = 32
-_STORAGE_SETTLES_S = 10.0
-"""A network file system may take seconds to show a new file to other machines."""
-_LOOKS_AGAIN_S = 0.2
 _MEETING_S = 120.0
 """Rendezvous timeout; all processes are up by then."""
 
@@ -99,7 +96,7 @@ class RankOrder:
 
     Attributes:
         config: the resolved configuration as YAML (``dump_config``).
-        token: what the head wrote to the run directory (:func:`write_token`).
+        token: see :class:`RankFolder`.
         directory: the head's working directory, the base of relative paths.
         log: file for the process's output; None: it stays where it goes.
         version: of the head's package.
@@ -118,7 +115,7 @@ class RankOrder:
     profiled_steps: int = 0
 
 
-class RankStore(Protocol):
+class RankStore(RemoteFiles, Protocol):
     """The blob store, as a rank uses it. Its errors propagate."""
 
     def fetch(self, kind: str, names: Sequence[str], weights_digest: str = "") -> list[StoredBlob | None]:
@@ -155,9 +152,9 @@ class LearnerRank:
     def begin(self) -> None:
         """Check that this process can be the rank, and send its output to the log.
 
-        Raises:
-            ConfigError: another version of the package, or see :attr:`config`.
-            StoreError: the run directory is not the head's.
+        Output stays in Ray's logs where this node does not share the run directory.
+
+        Raises ConfigError: another version of the package, or see :attr:`config`.
         """
         order = self.order
         if order.version != spotlight.__version__:
@@ -172,14 +169,18 @@ class LearnerRank:
             torch.set_num_threads(order.threads)
         with suppress(FileNotFoundError):  # relative paths then fail below, with a clear error
             os.chdir(order.directory)
-        self.check_storage(order.token)
-        if order.log is not None:
+        if order.log is not None and self.folder.shared:
             _write_to(Path(order.log), "" if self._held is None else ", which was a worker")
+
+    @cached_property
+    def folder(self) -> RankFolder:
+        """Where files of the run go and come from."""
+        return RankFolder(_parsed(self.order.config), self.order.token, self.store, self._stack)
 
     @cached_property
     def config(self) -> RunConfig:
         """Raises ConfigError: it is invalid, or its batches do not fit the rank count."""
-        config = _parsed(self.order.config)
+        config = self.folder.config
         planned = max(self.place.world, config.fleet.learner_ranks)
         if problems := list(config.rank_problems(planned, self.place.per_node)):
             raise ConfigError(f"this configuration on {planned} ranks", problems)
@@ -200,21 +201,6 @@ class LearnerRank:
         folder = RunPaths(self.config.runs_dir / self.config.name).profile
         steps = self.order.profiled_steps
         return StepProfiler(folder, (Phase.TRAINING,) if steps else (), steps, log.warning)
-
-    def check_storage(self, token: str) -> None:
-        """Check that this run directory holds the head's ``token`` (:func:`write_token`), else StoreError."""
-        path = _token_path(self.config)
-        give_up = time.monotonic() + _STORAGE_SETTLES_S
-        while (found := _content(path)) != token:
-            if time.monotonic() >= give_up:
-                raise StoreError(
-                    f"{path.parent.absolute()} on {socket.gethostname()} is not the run directory that the "
-                    f"head sees: found {found or 'nothing'} in {path.name}, expected {token}. Every learner "
-                    "rank writes its share of a checkpoint there: put runs_dir on storage that all nodes "
-                    "share that train, under the same path"
-                )
-            _list_again(path.parent)
-            time.sleep(_LOOKS_AGAIN_S)
 
     def open_rendezvous(self, host: str, port: int = 0) -> Address | None:
         """On rank 0 of several: serve the rendezvous, on ``host`` alone. Raises OSError."""
@@ -270,7 +256,8 @@ class LearnerRank:
 
     def load(self, directory: Path) -> None:
         """Load the learner state saved in ``directory``. Collective. Raises StateError."""
-        self.learning.learner.load(directory)
+        with self.folder.read(directory) as here:
+            self.learning.learner.load(here)
 
     # -- an iteration ----------------------------------------------------------------------------------
 
@@ -310,6 +297,7 @@ class LearnerRank:
                     return ev.OptimizerStepped(iteration, update, report.sums.loss, report.grad_norm)
                 case ef.FinishBatch(iteration):
                     self._profiler.close()
+                    self.folder.deliver(RunPaths(self.config.runs_dir / self.config.name).profile)
                     learner.finish_batch()
                     return ev.BatchFinished(iteration)
 
@@ -397,14 +385,15 @@ class LearnerRank:
             return replace(manifest, base=digest_of(learning.slots.packed())), data
 
     def save(self, directory: Path) -> None:
-        """Write the learner's state. Collective, with the same shared directory on every rank."""
-        with self._in(Phase.CHECKPOINT):
-            self.learning.learner.save(directory)
+        """Write the learner's state. Collective, with the same directory on every rank."""
+        with self._in(Phase.CHECKPOINT), self.folder.written(directory) as here:
+            self.learning.learner.save(here)
 
     def export(self) -> Path | None:
-        """Export the judged weights into the run directory. Collective. Only rank 0 gets the path."""
+        """Export the judged weights into the run directory. Collective. Only rank 0 gets the path there."""
         learning = self.learning
-        return export_judged(self.config, learning.model.family, learning.slots, self.ranks)
+        exported = export_judged(self.config, learning.model.family, learning.slots, self.ranks)
+        return None if exported is None else self.folder.deliver(exported)
 
     def send_conditions(self, prompts: Sequence[PromptId]) -> None:
         """On rank 0: store the embeddings of ``prompts`` and of the negative prompt."""
@@ -455,21 +444,6 @@ class LearnerRank:
             yield
 
 
-def write_token(config: RunConfig, token: str) -> Path:
-    """Write ``token`` to the run directory for :meth:`LearnerRank.check_storage`. Remove it afterwards.
-
-    Raises StoreError.
-    """
-    path = _token_path(config)
-    with storage_errors("cannot write the learner's token", path):
-        path.write_text(token, encoding="utf-8")
-    return path
-
-
-def _token_path(config: RunConfig) -> Path:
-    return RunPaths(config.runs_dir / config.name).path / "storage-token"
-
-
 def _write_to(path: Path, note: str) -> None:
     path.parent.mkdir(exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -479,20 +453,6 @@ def _write_to(path: Path, note: str) -> None:
     os.dup2(descriptor, 2)
     os.close(descriptor)
     os.write(2, f"learner rank in process {os.getpid()} on {socket.gethostname()}{note}\n".encode())
-
-
-def _content(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError:
-        return None
-
-
-def _list_again(directory: Path) -> None:
-    try:
-        os.listdir(directory)  # noqa: PTH208
-    except OSError:
-        return
 
 
 def _parsed(config: str) -> RunConfig:

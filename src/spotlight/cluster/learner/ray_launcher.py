@@ -78,8 +78,8 @@ class RayLauncher:
         room: waits until there is room for all ranks; None: there always is, or a start fails.
         spares: workers that become ranks where there are any; None: every rank is a new process.
         yield_s: within which a worker has ended its step.
-        token: what :func:`~spotlight.cluster.learner.learner_rank.write_token` wrote.
-        logs: directory for the ranks' output, on shared storage.
+        token: what :func:`~spotlight.cluster.learner.rank_folder.write_token` wrote.
+        logs: directory for the output of ranks that share the run directory.
         store_s: timeout of a blob store call.
         profiled_steps: micro-batches that rank 0 traces.
     """

@@ -152,24 +152,25 @@ def diff(before: Mapping[str, RayNode], after: Mapping[str, RayNode]) -> Change:
     )
 
 
-def require_usable(view: View, learner_ranks: int, source: str) -> None:
+def require_usable(view: View, learner_ranks: int, source: str, *, spot_head: bool = False) -> None:
     """Check that training can start on these nodes; ConfigError lists every problem and its remedy.
 
     Args:
         learner_ranks: on reserved nodes; 0: they go to spot nodes, which may come later.
+        spot_head: the head may be on a spot node.
     """
     problems = list(view.problems.values())
     nodes = view.nodes.values()
     reserved = [node for node in nodes if node.kind is NodeKind.RESERVED]
     names = ", ".join(node.name for node in nodes) or "none"
-    if not reserved:
+    if not reserved and not spot_head:
         problems.append(
             Problem(
                 source,
                 f"no reserved node (nodes: {names})",
-                "at least one: the controller and all progress live there",
+                "at least one, for the head",
                 f"Start one with {_START % KIND_RESOURCES[NodeKind.RESERVED]}, "
-                f"or --labels={KIND_LABEL}=reserved.",
+                f"or --labels={KIND_LABEL}=reserved; or set fleet.head=any.",
             )
         )
     if learner_ranks and not any(node.slots for node in nodes):
@@ -183,7 +184,7 @@ def require_usable(view: View, learner_ranks: int, source: str) -> None:
                 f'"{SLOT}": N}}\').',
             )
         )
-    elif reserved and (slots := sum(node.slots for node in reserved)) < learner_ranks:
+    elif (reserved or spot_head) and (slots := sum(node.slots for node in reserved)) < learner_ranks:
         problems.append(
             Problem(
                 "fleet.learner_ranks",

@@ -152,6 +152,8 @@ def _has_cpu(node: ScorerNode, held: int) -> bool:
 def _rank(node: ScorerNode, device: RewardDevice) -> int | None:
     if device == "cuda":
         return 0 if node.kind is None and node.gpus >= 1 else None
-    if node.kind is NodeKind.SPOT:
-        return 0 if device == "spot" else None
+    if device == "spot" and node.kind is NodeKind.SPOT:
+        return 0
+    if node.kind is NodeKind.SPOT and not node.here:  # the head's lives as long as the run does
+        return None
     return 1 if node.kind is None else 3 if node.here else 2

@@ -141,6 +141,10 @@ class FleetConfig(Section):
     """``inline``: in this process, or ``--ranks``. ``ray``: on a cluster whose spot nodes may vanish."""
     address: str | None = None
     """Address of a running Ray cluster (``auto``, host:port); default: start one on this machine."""
+    head: Literal["reserved", "any"] = "reserved"
+    """Nodes that may run this command. ``any``: spot nodes too. A run outlives the node if its ``runs_dir``
+    does, as an address of a bucket, and your launcher starts the same command elsewhere.
+    """
     price_usd_h: Annotated[float, Field(ge=0)] = 0.05
     """Dollars per hour per worker (a reserved GPU, or this machine's CPU). Every billed second is charged."""
     learner_ranks: PositiveInt = 1
@@ -155,7 +159,7 @@ class FleetConfig(Section):
     learner_placement: Literal["reserved", "spot", "spot_then_on_demand"] = "reserved"
     """Nodes that the learner is on. ``spot``: it moves to another spot node when its own gets a notice
     or is lost, and waits for one where there is none. Its state is then saved after every iteration, behind
-    the rollouts of the next, into ``runs_dir``, which spot nodes must share with the head; a loss costs at
+    the rollouts of the next, on the head's node if they share no ``runs_dir``; a loss costs at
     most the training of one iteration. Only the head needs a reserved node, without GPUs. LoRA only.
     ``spot_then_on_demand``: instead of waiting on, it takes a node on demand (``fleet.on_demand``).
     """
@@ -265,6 +269,8 @@ class FleetConfig(Section):
     requires = (
         *(Requires(key, _INLINE, UNSET, _RAY)
           for key in ("fleet.address", "fleet.spot.nodes", "fleet.spot.trace")),
+        Requires("fleet.head", {"fleet.address": UNSET}, "reserved",
+                 "A cluster on this machine has a reserved node for it: leave it out."),
         Requires("fleet.learner_ranks", _INLINE, 1,
                  "Start so many by --ranks, or set fleet.driver=ray."),
         Requires("fleet.learner_placement", _INLINE, "reserved", _RAY),

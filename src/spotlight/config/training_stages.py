@@ -1,0 +1,116 @@
+"""A training in stages: ``stages`` in a configuration file, by name what each sets beside the common keys.
+
+A stage is a run of its own, ``NAME-STAGE``, which ``stage=STAGE`` chooses. Each but the first goes on with
+the LoRA of the one before, unless it names another.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spotlight_rewards.base.errors import ConfigError, Problem, did_you_mean
+from spotlight_rewards.base.yaml_tree import read_tree
+
+_STAGES, _CHOICE, _LORA = "stages", "stage=", "model.lora"
+_OWN = ("name", "runs_dir", "like", _STAGES)
+"""Keys that all stages share."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenStage:
+    """What a run is among its stages. Without a name: a run that is none.
+
+    Attributes:
+        before: the stage whose LoRA it goes on with.
+        settings: as overrides.
+    """
+
+    name: str | None = None
+    before: str | None = None
+    settings: tuple[str, ...] = ()
+
+    def put_in_place(self, tree: dict[str, Any], source: str) -> None:
+        """Name the run, and what it begins with, once all overrides are applied. Raises ConfigError."""
+        if self.name is None:
+            return
+        training, runs_dir = tree.get("name", "demo"), str(tree.get("runs_dir", "runs"))
+        tree["name"] = f"{training}-{self.name}"
+        if "://" in runs_dir:
+            problem = Problem("runs_dir", runs_dir, "a folder with stages, which read each other's LoRAs",
+                              "Set runs_dir to a folder.")  # fmt: skip
+            raise ConfigError(source, [problem])
+        if self.before is not None:
+            lora = Path(runs_dir) / f"{training}-{self.before}" / "lora"
+            tree["model"] = {**(tree.get("model") or {}), "lora": str(lora)}
+
+
+def stage_names(path: Path | None, overrides: Sequence[str]) -> list[str]:
+    """The stages to be run one after another: those of the file, if none is chosen. Raises ConfigError."""
+    if path is None or not path.is_file() or any(each.startswith(_CHOICE) for each in overrides):
+        return []
+    return list(_stages_in(read_tree(path), str(path)))
+
+
+def take_stage(tree: dict[str, Any], overrides: Sequence[str], source: str) -> tuple[ChosenStage, list[str]]:
+    """The chosen stage, whose file's ``stages`` are removed, and all overrides with its settings below.
+
+    Raises:
+        ConfigError: none or an unknown one is chosen, or a stage sets what all share.
+    """
+    stages = _stages_in(tree, source)
+    tree.pop(_STAGES, None)
+    others = [each for each in overrides if not each.startswith(_CHOICE)]
+    chosen = [each.removeprefix(_CHOICE) for each in overrides if each.startswith(_CHOICE)]
+    if not stages and not chosen:
+        return ChosenStage(), others
+    names = list(stages)
+    expected = f"one of {', '.join(names)}" if names else f"none, since {source} has no stages"
+    if not chosen or chosen[-1] not in stages:
+        found = repr(chosen[-1]) if chosen else "nothing"
+        remedy = "Name one." if chosen else f"All, one after another: spotlight train {source}"
+        problem = Problem("stage", found, expected, did_you_mean(chosen[-1] if chosen else "", names, remedy))
+        raise ConfigError(source, [problem])
+    at = names.index(chosen[-1])
+    settings = list(_overrides_of(stages[names[at]]))
+    begins = any(each.startswith(f"{_LORA}=") for each in (*settings, *others))
+    before = names[at - 1] if at > 0 and not begins else None
+    return ChosenStage(names[at], before, tuple(settings)), [*settings, *others]
+
+
+def _stages_in(tree: Mapping[str, Any], source: str) -> Mapping[str, Mapping[str, Any]]:
+    stages = tree.get(_STAGES, {})
+    expected = "settings by the name of each stage"
+    if not isinstance(stages, Mapping):
+        problem = Problem(
+            _STAGES, type(stages).__name__, expected, "Write NAME: {iterations: 20, ...} lines."
+        )
+        raise ConfigError(source, [problem])
+    problems = [
+        Problem(f"{_STAGES}.{name}", repr(settings), expected, "Write its keys below its name.")
+        for name, settings in stages.items()
+        if not isinstance(settings, Mapping)
+    ]
+    problems += [
+        Problem(
+            f"{_STAGES}.{name}.{key}", repr(settings[key]), "nothing", "Set it for all stages, above them."
+        )
+        for name, settings in stages.items()
+        if isinstance(settings, Mapping)
+        for key in _OWN
+        if key in settings
+    ]
+    if problems:
+        raise ConfigError(source, problems)
+    return stages
+
+
+def _overrides_of(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from _overrides_of(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}={json.dumps(value)}"
