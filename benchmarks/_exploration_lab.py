@@ -90,6 +90,9 @@ class MemoryRecorder:
         self.rows.append(dict(row))
         self.trained(iteration)
 
+    def training(self, *_: object) -> None:
+        """Ignore: none are asked for."""
+
     def committed(self, effect: CommitCheckpoint) -> None:
         """Ignore."""
 
@@ -165,6 +168,7 @@ class Lab:
                 turn=MainTurn(alone),
                 lease_size=self.config.rollout.batch_size,
                 grid=(1, 1),
+                training_pictures_every=0,
             )
         )
         error = driver.run()

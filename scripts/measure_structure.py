@@ -8,7 +8,8 @@
 a mark in every function, and lists two kinds of files of the packages while the second iteration ran:
 those in which a function was given a rollout of it (its id, or a tensor of more than two dimensions, also
 inside of what it was given: ``walk_hook.py``), and all in which any function was called. Start-up,
-evaluations and the export are left out. Code lines leave out docstrings, comments and blank lines.
+evaluations, pictures of training groups and the export are left out. Code lines leave out docstrings,
+comments and blank lines.
 """
 
 from __future__ import annotations
@@ -141,6 +142,7 @@ def walk(packages: Sequence[Path], driver: str) -> dict[str, list[str]]:
         }
         arguments = ["name=walk", f"runs_dir={flags}", "iterations=3", "checkpoint.every=1"]
         arguments += ["evaluation.every=100", "evaluation.images_per_prompt=4", "evaluation.grid_images=1"]
+        arguments += ["metrics.training_pictures_every=0"]
         arguments += ["rollout.prompts_per_iteration=4", "rollout.group_size=4", f"fleet.driver={driver}"]
         command = [sys.executable, "-m", "spotlight.cli", "train", "--plain", *arguments]
         with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:

@@ -47,8 +47,10 @@ FAMILIES: Registry[type[ModelFamily]] = Registry(
         "z-image": "spotlight.models.families.z_image:ZImage",
         "flux2-klein": "spotlight.models.families.flux2_klein:Flux2Klein",
         "flux": "spotlight.models.families.flux:Flux",
+        "flux-kontext": "spotlight.models.families.flux_kontext:FluxKontext",
         "sd3": "spotlight.models.families.sd3:StableDiffusion3",
         "wan": "spotlight.models.families.wan:Wan",
+        "wan-i2v": "spotlight.models.families.wan_i2v:WanI2V",
         "hunyuan-video": "spotlight.models.families.hunyuan_video:HunyuanVideo",
     },
     base="spotlight.models.family:ModelFamily",
@@ -84,6 +86,7 @@ NODE_PROVIDERS: Registry[NodeProviderKind] = Registry(
     {
         "emulated": "spotlight_fleet.providers.emulated_provider:EMULATED",
         "kubernetes": "spotlight_fleet.providers.kubernetes_provider:KUBERNETES",
+        "skypilot": "spotlight_fleet.providers.skypilot_provider:SKYPILOT",
         "commands": "spotlight_fleet.providers.command_provider:COMMANDS",
     },
 )

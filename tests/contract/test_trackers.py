@@ -19,10 +19,12 @@ import numpy as np
 import pytest
 
 from spotlight.scheduler.types import Phase
-from spotlight.store.images import Tile, drop_pictures, write_grid
+from spotlight.store.images import Tile, drop_pictures, keep_tiles, write_grid
 from spotlight.store.metrics import MetricsRow, MetricsWriter
+from spotlight.store.picture_names import TRAINING
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.run_summary import RunSummary, SampleCounts, ValidationPoint, final_table
+from spotlight.store.shown_media import shown_media
 from spotlight.store.sinks import check_sinks, open_sinks
 from spotlight_rewards.base.file_errors import StoreError
 
@@ -51,6 +53,11 @@ def attempt(paths: RunPaths, chosen: dict[str, dict[str, Any]], *, resume_at: in
                 tiles = [Tile(picture, HOSTILE, 0.5), Tile(np.stack([picture, picture[::-1]]), "b", 0.25)]
                 write_grid(paths, iteration, tiles, columns=1, title="evaluation")
                 writer.pictures(iteration)
+                trained = [
+                    Tile(picture, HOSTILE, at, rollout="r", scores={"judge": at}) for at in (0.5, 0.25)
+                ]
+                keep_tiles(paths, iteration, trained, TRAINING)
+                writer.training_pictures(iteration, shown_media(paths, iteration, TRAINING))
             values = {"train/loss": 1.0 / (1 + iteration), "train/bad": float("nan")}
             writer.write(MetricsRow(iteration, iteration, iteration, values))
         if until == ITERATIONS:
@@ -93,6 +100,9 @@ def test_trackio_has_everything_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert {row["pictures/000"]["_type"] for row in shown} == {"trackio.image"}
     assert {row["pictures/001"]["_type"] for row in shown} == {"trackio.video"}
     assert HOSTILE in shown[0]["pictures/000"]["caption"]
+    trained = [row for row in logged if "training_pictures/0-worst" in row]
+    assert sorted(row["step"] for row in trained) == [0, 2, 4]
+    assert trained[0]["training_pictures/0-best"]["caption"] == f"judge 0.500  {HOSTILE}"
     (table,) = [row["summary"] for row in logged if "summary" in row]
     assert {"figure": "dollars", "value": "0.25"} in table["_value"]
 
@@ -145,7 +155,8 @@ def in_project(paths: RunPaths, project: str) -> tuple[Counter[tuple[str, int]],
 def check_wandb(met: Counter[tuple[str, int]]) -> None:
     """Everything once."""
     assert sorted(step for name, step in met if name == "train/loss") == list(range(ITERATIONS))
-    for name in ("validation/graded", "pictures/000/_type", "pictures/001/_type"):
+    pictures = ("pictures/000", "pictures/001", "training_pictures/0-best", "training_pictures/0-worst")
+    for name in ("validation/graded", *(f"{each}/_type" for each in pictures)):
         assert sorted(step for each, step in met if each == name) == [0, 2, 4], name
     assert [step for name, step in met if name == "summary/nrows"] == [ITERATIONS]
     assert max(met.values()) == 1

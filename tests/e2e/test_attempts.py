@@ -14,6 +14,7 @@ from spotlight.runtime.process import DeviceMemoryError
 from spotlight.store.images import drawn_iterations
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.ledger_schema import Ending
+from spotlight.store.picture_names import TRAINING
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.store_errors import DamagedCheckpointError, LedgerError
 from spotlight.training.learner import Learner
@@ -56,8 +57,10 @@ def test_an_extended_run_of_one_picture_forgets_the_undone_evaluation(job: Job) 
     assert recorded.result.summary is not None
     assert recorded.result.summary.validation_stderr is None
     assert drawn_iterations(paths) == [0, 1]
+    assert drawn_iterations(paths, TRAINING) == [0]
     job.train("extended-by-one", *NFT, *one, "iterations=2")
     assert drawn_iterations(paths) == [0, 2]
+    assert drawn_iterations(paths, TRAINING) == [0, 1]
     assert not (paths.images / "iteration-000001.png").exists()
 
 

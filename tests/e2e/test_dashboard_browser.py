@@ -5,6 +5,7 @@ Needs Chromium of the distribution (``apt install chromium``) and Playwright.
 
 from __future__ import annotations
 
+import re
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -90,6 +91,20 @@ def test_hostile_texts_are_shown_as_text(browser: Browser, place: Path) -> None:
         assert HOSTILE in captions
         assert RIGHT_TO_LEFT in captions
         assert max(map(len, captions)) < len(LONG)
+        page.click("button:text-is('Training groups')")
+        page.wait_for_selector("figcaption:has-text('worst')")
+        shown = page.locator(".grid .card").first
+        assert HOSTILE in shown.locator("h2").inner_text()
+        assert (
+            re.sub(r"\s+", " ", shown.locator(".scores").first.inner_text())
+            == "reward 0.9 shapes 0.9 judge 0.1"
+        )
+        page.wait_for_function(
+            "[...document.querySelectorAll('.grid img')].every((each) => each.naturalWidth)"
+        )
+        assert page.get_by_role("slider").get_attribute("max") == "2"
+        page.click("button:text-is('One evaluation')")
+        page.wait_for_selector("figcaption:has-text('0.4')")
         open_view(page, address, "log")
         page.wait_for_selector("pre >> text=the log")
         assert HOSTILE in page.locator("pre").inner_text()
@@ -132,6 +147,32 @@ def test_curves_of_seeds_are_drawn_as_their_mean(browser: Browser, tmp_path: Pat
         page.wait_for_selector("text=over the seeds of a configuration: seed-0, seed-1.")
         drawn = page.evaluate("document.querySelector('.js-plotly-plot').data.map((each) => each.name)")
         assert drawn == ["seed-0 +1"]
+
+
+def test_a_price_of_one_point_is_a_line_and_no_legend_covers_a_title(
+    browser: Browser, tmp_path: Path
+) -> None:
+    paths = make_run(tmp_path / "wild")
+    for name in ("a-run", "another-run", "a-third-run"):
+        make_run(tmp_path / name)
+    with closing(sqlite3.connect(paths.ledger)) as ledger, ledger:
+        ledger.execute("UPDATE attempt_workers SET left_at = joined_at + 1 WHERE worker LIKE 'spot-%'")
+    with served(tmp_path) as address, watched(browser) as page:
+        open_view(page, address, "cluster")
+        page.wait_for_selector(".js-plotly-plot")
+        drawn = page.evaluate(
+            "document.querySelector('.js-plotly-plot').data.map((each) => [each.x, each.y])"
+        )
+        assert all(len(x) >= 2 and x[0] != x[1] and y[0] == y[1] for x, y in drawn)
+        open_view(page, address, "curves")
+        for name in ("a-run", "another-run", "a-third-run"):
+            page.get_by_role("checkbox", name=name, exact=True).check()
+        page.locator(".js-plotly-plot .legend .traces").nth(3).wait_for()
+        title = page.locator(".js-plotly-plot .gtitle").first.bounding_box()
+        legend = page.locator(".js-plotly-plot .legend").first.bounding_box()
+        assert title
+        assert legend
+        assert legend["y"] >= title["y"] + title["height"]
 
 
 def test_a_token_lets_a_browser_in(browser: Browser, place: Path) -> None:

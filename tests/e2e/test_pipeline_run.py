@@ -6,6 +6,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from kept_pictures import training_pictures
 from main_job import Job, clean_audit, lora
 from ray_job import PATIENCE_S, running
 
@@ -61,6 +62,7 @@ def test_with_every_switch_on_the_head_is_killed_and_each_mechanism_did_its_part
     assert report.counts.optimizer_steps == 3
     assert read_summary(run / "summary.json").samples.trained == SAMPLES
     assert lora(run)
+    assert [len(files) for files in training_pictures(run).values()] == [8, 8]
     assert not list(run.rglob(".writing-*"))
     # One optimizer step an iteration: versions are numbers of iterations.
     assert count(run, f"SELECT COUNT(*) {MADE} AND rollouts.version = iteration - 1") > 0, printed

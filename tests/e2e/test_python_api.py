@@ -66,6 +66,13 @@ def test_a_run_from_python_is_that_of_the_command(
     assert sum(each["purpose"] == "train" for each in run.samples) == 12
     assert all(each["prompt"] in PROMPTS and each["reward"] is not None for each in run.samples)
     assert run.pictures(2).is_file()
+    best, worst, *_ = run.training_pictures(1)
+    assert (best["place"], worst["place"]) == ("best", "worst")
+    assert best["prompt"] == worst["prompt"]
+    assert best["reward"] == pytest.approx(best["redness"] + 0.1 * best["jpeg_size"])
+    assert best["reward"] >= worst["reward"]
+    with pytest.raises(StoreError, match="expected one of 0, 1"):
+        run.training_pictures(5)
     assert run.lora == tmp_path / "python" / "lora"
     assert run.audit().ok
     assert (

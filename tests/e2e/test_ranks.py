@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from kept_pictures import training_pictures
 from main_job import (
     ALGORITHMS,
     GRPO,
@@ -65,6 +66,7 @@ def test_two_ranks_do_what_one_does(job: Job, algorithm: str) -> None:
     assert [(each.exit_code, each.error) for each in ended] == [(0, None)] * 2
     assert [each.finished for each in ended] == [True, False]  # the main rank alone has the summary
     assert ended[0].iterations == ended[1].iterations == (0, 1)
+    assert training_pictures(two)[0] == training_pictures(one)[0]
     assert counts(one) == counts(two)
     assert_close(outcome(one), outcome(two))
     assert largest_difference(one, two) <= WEIGHT_TOLERANCE

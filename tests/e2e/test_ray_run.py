@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from kept_pictures import training_pictures
 from main_job import Job, clean_audit, lora
 from ray_job import LOOK_S, PATIENCE_S, running
 from reward_functions import GATE
@@ -136,6 +137,7 @@ def test_it_finishes_and_nothing_is_left(survivor: Finished) -> None:
     assert not list(Path("/dev/shm").glob("spotlight-*-preempted-*"))
     assert not list(survivor.run.rglob(".writing-*"))
     assert (survivor.run / "images" / "before-after.png").is_file()
+    assert [(at, len(files)) for at, files in training_pictures(survivor.run).items()] == [(0, 4), (3, 4)]
     survived = "Survived 2 preemptions (1 with notice), 1 loss of the learner, 1 interruption in 2 attempts"
     assert survived in " ".join(survivor.printed.split())
 

@@ -11,6 +11,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from kept_pictures import training_pictures
 from main_job import (
     ALGORITHMS,
     GRPO,
@@ -63,7 +64,7 @@ def kills(stages: tuple[At, ...], moments: tuple[str, ...]) -> list[At]:
 def test_killed_at_any_moment_a_resumed_run_equals_the_uninterrupted_one(
     job: Job, straight: Straight, algorithm: str, stages: tuple[At, ...]
 ) -> None:
-    _, expected, uninterrupted = straight(algorithm)
+    whole, expected, uninterrupted = straight(algorithm)
     name = f"killed-{list(ALGORITHMS).index(algorithm)}-{len(stages)}"
     run, arguments = job.root / name, job.arguments(name, *ALGORITHMS[algorithm])
     killed = 0
@@ -84,6 +85,11 @@ def test_killed_at_any_moment_a_resumed_run_equals_the_uninterrupted_one(
     assert report.gpu_seconds_by_phase[Phase.LOST] > 0
     assert read_summary(run / "summary.json").samples.trained == 24
     assert not list(run.rglob(".writing-*"))
+    made, kept = training_pictures(whole), training_pictures(run)
+    assert [(iteration, len(files)) for iteration, files in made.items()] == [(0, 4), (3, 4)]
+    # A kill may lose those that were being written; what is there is right.
+    assert kept[3] == made[3]
+    assert all(made[at].items() >= files.items() for at, files in kept.items())
     with closing(sqlite3.connect(run / "ledger.sqlite")) as ledger:
         made = "SELECT COUNT(DISTINCT rollout) FROM samples JOIN leases USING (rollout, worker, epoch)"
         assert ledger.execute(made).fetchone() == (report.counts.finished,)

@@ -42,10 +42,11 @@ from spotlight.scheduler.types import (
     RolloutId,
     WorkerId,
 )
-from spotlight.store.images import Tile, write_grid
+from spotlight.store.images import Tile, keep_tiles, write_grid
 from spotlight.store.ledger.ledger_schema import Ending, Incident
 from spotlight.store.ledger.sqlite_ledger import GpuSpend, GrantedLease, SqliteLedger
 from spotlight.store.metrics import MetricsRow, MetricsWriter
+from spotlight.store.picture_names import TRAINING
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.run_estimate import RunEstimate, Span, write_estimate
 from spotlight_dashboard.dashboard_app import dashboard_app
@@ -95,6 +96,7 @@ def make_run(directory: Path, iterations: int = 12, *, every: int = 4, planned: 
                 metrics.write(row)
     for iteration in range(0, min(iterations, 4 * every), every):
         write_grid(paths, iteration, list(_tiles(iteration)), columns=GROUP_SIZE, title="evaluation")
+        keep_tiles(paths, iteration, list(_trained(iteration)), TRAINING)
     return paths
 
 
@@ -211,6 +213,16 @@ def _tiles(iteration: int) -> Iterator[Tile]:
             picture = np.full((24, 24, 3), 255, dtype=np.uint8)
             picture[4 : 12 + iteration % 8, 4 + 4 * member : 20] = colours[prompt]
             yield Tile(picture, text, tile_score(iteration, member))
+
+
+def _trained(iteration: int) -> Iterator[Tile]:
+    """Best and worst of the first two prompts, in which another reward says otherwise."""
+    for prompt, text in enumerate(PROMPTS[:2]):
+        for place, score in enumerate((0.9, 0.1)):
+            picture = np.full((24, 24, 3), 200 * place + iteration, dtype=np.uint8)
+            scores = {"reward": score, "shapes": score, "judge": 1 - score}
+            name = f"t{iteration:06d}-{prompt:03d}-{place:03d}"
+            yield Tile(picture, text, score, member=place, rollout=name, scores=scores)
 
 
 def _rows(iteration: int, evaluated: bool) -> Iterator[MetricsRow]:

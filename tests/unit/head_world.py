@@ -358,7 +358,7 @@ class World:
             HeadParts(
                 self.controller, self.inbox, self.conversations, pool, driver, self.samples,
                 self, accounts, recorder, incidents, Drains(lambda _: None), notes,  # type: ignore[arg-type]
-                self.attempt.number, (1, 1), TraceCollector(client, profile, notes.note, 1),
+                self.attempt.number, (1, 1), 1, TraceCollector(client, profile, notes.note, 1),
                 nodes,  # type: ignore[arg-type]
             )
         )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ from spotlight.store.run_directory import RunDirectory
 from spotlight_fleet.providers import command_provider
 from spotlight_fleet.providers.command_provider import CommandProvider
 from spotlight_fleet.providers.node_notes import NodeNotes
-from spotlight_fleet.providers.node_provider import ProviderError
+from spotlight_fleet.providers.node_provider import ProviderError, ProviderSetting
+from spotlight_fleet.providers.skypilot_provider import SKYPILOT, SkyPilotSettings
 
 
 @dataclass
@@ -51,6 +53,47 @@ def ask(provider: CommandProvider, nodes: int, present: Sequence[RayNode] = ()) 
     while (provided := provider.ask(nodes, present, [])) < nodes:
         pass
     return provided
+
+
+@pytest.fixture
+def sky(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A command of this name that writes down what it was asked; the real one is in test_skypilot.py."""
+    script = tmp_path / "bin" / "sky"
+    script.parent.mkdir()
+    script.write_text(
+        f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\ncat {tmp_path}/said\ntest ! -s {tmp_path}/said\n'
+    )
+    script.chmod(0o700)
+    (tmp_path / "said").touch()
+    (tmp_path / "task of ours.yaml").touch()
+    monkeypatch.setenv("PATH", f"{script.parent}:{os.environ['PATH']}")
+    return tmp_path
+
+
+def test_skypilots_jobs_join_a_group_and_one_that_has_ended_is_gone(sky: Path) -> None:
+    setting = ProviderSetting(None, 1, NodeNotes(sky / "nodes.json"), 30.0)
+    provider = SKYPILOT.open(SkyPilotSettings(task=sky / "task of ours.yaml", job_group="my group"), setting)
+    assert ask(provider, 1) == 1  # type: ignore[arg-type]
+    (name,) = json.loads((sky / "nodes.json").read_text())
+    assert (sky / "asked").read_text().splitlines() == [
+        f"jobs launch --yes --detach-run --name {name} --job-group my group {sky}/task of ours.yaml "
+        "--env SPOTLIGHT_HEAD --env SPOTLIGHT_NODE --secret SPOTLIGHT_TOKEN"
+    ]
+    (sky / "said").write_text("sky.exceptions.Other: no answer")
+    with pytest.raises(ProviderError, match=r"may still cost money.*no answer"):
+        provider.close()
+    (sky / "said").write_text("sky.exceptions.ClusterNotUpError: No in-progress managed jobs.")
+    provider.close()
+    assert json.loads((sky / "nodes.json").read_text()) == []
+
+
+def test_skypilot_needs_its_command_and_a_task(sky: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = ProviderSetting(None, 1, NodeNotes(sky / "nodes.json"), 30.0)
+    with pytest.raises(ProviderError, match=r"task is none.yaml, which is no file here; .* Set it"):
+        SKYPILOT.open(SkyPilotSettings(task=Path("none.yaml")), setting)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ProviderError, match=r"no command `sky` in PATH.*pip install skypilot"):
+        SKYPILOT.open(SkyPilotSettings(), setting)
 
 
 def test_commands_start_and_end_nodes_by_name_and_a_killed_head_forgets_none(tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ def test_malformed_parameters_are_named(client: TestClient, what: str, query: di
 
 def test_a_run_without_a_ledger_is_new_and_a_damaged_one_says_so(client: TestClient, tmp_path: Path) -> None:
     assert ask(client, "overview", run="new")["state"] == "new"
-    assert ask(client, "pictures", run="new") == {"iterations": []}
+    assert ask(client, "pictures", run="new") == {"iterations": [], "training": []}
     answer = client.get("/api/runs/new/money")
     assert (answer.status_code, "no ledger here" in answer.text) == (409, True)
     paths = RunPaths(tmp_path / "damaged")
@@ -238,7 +238,11 @@ def test_the_report_holds_the_run_and_asks_for_nothing(places: Path, tmp_path: P
     for each in moved:
         life = found["answers"][f"sample?id={each['id']}"]
         assert [stay["node"] for stay in life["stays"]] == each["nodes"]
-    assert len(found["pictures"]) == 3 * len(PROMPTS) * GROUP_SIZE
+    assert len(found["pictures"]) == 3 * (len(PROMPTS) * GROUP_SIZE + 4)
+    assert found["answers"]["pictures"] == {"iterations": [0, 4, 8], "training": [0, 4, 8]}
+    best, worst, *_ = found["answers"]["training?iteration=8"]["pictures"]
+    assert (best["scores"]["judge"], worst["scores"]["judge"]) == pytest.approx((0.1, 0.9))
+    assert {f"training/8/{each['index']}" for each in (best, worst)} <= found["pictures"].keys()
     assert found["answers"]["audit"]["ok"]
     assert LONG in html
 
@@ -264,7 +268,7 @@ def test_the_report_has_pictures_of_real_sizes(empty_place: Path) -> None:
         asked = {"iteration": iteration, "pictures": evaluation["pictures"][::2]}
         found = budget.take(run, asked, share=share, whole=whole)
         assert (found and found["left_out"]) == (2 - taken if taken else None)
-    assert sorted(budget.taken) == ["0/0", "0/2", "8/0"]
+    assert sorted(budget.taken) == ["picture/0/0", "picture/0/2", "picture/8/0"]
 
 
 # -- as commands --

@@ -152,6 +152,47 @@ def test_learner_fits_the_reserved_gpus() -> None:
 
 def test_the_rayjob_is_what_kuberay_takes() -> None:
     schema("kuberay_rayjob_v1.json").validate(rayjob())
+    schema("kuberay_rayjob_crd.json").validate(rayjob())
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("submissionMod",), "HTTPMode"),
+        (("submissionMode",), 3),
+        (("shutdownAfterJobFinishes",), "yes"),
+        (("rayClusterSpec", "headGroupSpec", "rayStartParams"), {"num-cpus": 0}),
+        (("rayClusterSpec", "workerGroupSpecs", 0, "replicas"), 1.5),
+        (("rayClusterSpec", "workerGroupSpecs", 0, "groupNam"), "spot"),
+        (("rayClusterSpec", "headGroupSpec", "template", "spec", "containers", 0, "prts"), []),
+    ],
+)
+def test_the_published_definition_sees_mistakes(place: tuple[str | int, ...], value: object) -> None:
+    job = rayjob()
+    target = job["spec"]
+    for key in place[:-1]:
+        target = target[key]
+    target[place[-1]] = value
+    assert not schema("kuberay_rayjob_crd.json").is_valid(job)
+
+
+def other_objects() -> list[Any]:
+    """Those of Kubernetes itself."""
+    files = (RAYJOB, LAUNCH / "kuberay-scaling.yaml")
+    parts = [part for path in files for part in yaml.safe_load_all(path.read_text())]
+    return [part for part in parts if part["kind"] != "RayJob"]
+
+
+def test_the_other_objects_are_what_kubernetes_takes() -> None:
+    expected = schema("kubernetes_objects.json")
+    assert len(other_objects()) == 5
+    for part in other_objects():
+        expected.validate(part)
+        assert not expected.is_valid({**part, "specs": {}}), part["kind"]
+        assert not expected.is_valid({**part, "apiVersion": "v9"}), part["kind"]
+    policy = next(part for part in other_objects() if part["kind"] == "NetworkPolicy")
+    policy["spec"]["ingress"][0]["form"] = policy["spec"]["ingress"][0].pop("from")
+    assert not expected.is_valid(policy), "everybody would reach the pods"
 
 
 @pytest.mark.parametrize(

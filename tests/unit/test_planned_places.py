@@ -309,6 +309,7 @@ def test_launch_files_are_what_schedulers_take(
     ]
     job = next(part for part in yaml.safe_load_all(made["kuberay-rayjob.yaml"]) if part["kind"] == "RayJob")
     schema("kuberay_rayjob_v1.json").validate(job)
+    schema("kuberay_rayjob_crd.json").validate(job)
     groups = {group["groupName"]: group for group in job["spec"]["rayClusterSpec"]["workerGroupSpecs"]}
     assert groups["trainer"]["replicas"] == (0 if moves else nodes)
     assert groups["spot"]["replicas"] == others + (nodes if moves else 0)

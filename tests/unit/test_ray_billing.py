@@ -170,7 +170,7 @@ def idle_node(name: str, slots: int) -> Node:
 
 def opened(ledger: SqliteLedger, clock: Callable[[], float]) -> tuple[ClusterAccounts, RunRecorder]:
     ledger.begin_attempt(pid=1, host="h", workers={}, now_s=0.0)
-    parts: Any = (None, ledger, None, None, None, {}, {}, None, None, 1, 16.0, 0.0, 0.0)
+    parts: Any = (None, ledger, None, None, None, {}, {}, None, None, 1, 16.0, None, 0.0, 0.0)
     return ClusterAccounts(clock, Silent()), RunRecorder(*parts)
 
 

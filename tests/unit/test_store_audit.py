@@ -222,7 +222,22 @@ def test_a_time_of_day_that_is_set_meanwhile_changes_no_bill(
     make_run(tmp_path, ending=Ending.STOPPED)
     with SqliteLedger(tmp_path / "ledger.sqlite") as ledger:
         ledger.begin_attempt(pid=2, host="h", workers={WORKER: 1.0}, now_s=5000.0)
-        parts: Any = (None, ledger, None, None, None, {WORKER: 1.0}, {}, None, None, 1, 16.0, 0.0, 5000.0)
+        parts: Any = (
+            None,
+            ledger,
+            None,
+            None,
+            None,
+            {WORKER: 1.0},
+            {},
+            None,
+            None,
+            1,
+            16.0,
+            None,
+            0.0,
+            5000.0,
+        )
         recorder = RunRecorder(*parts)
         for time_of_day_s in (5060.0, 5120.0 + 3600.0):
             monkeypatch.setattr(time, "time", lambda now_s=time_of_day_s: now_s)

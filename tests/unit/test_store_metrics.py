@@ -22,8 +22,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from spotlight.config.load import build_config
 from spotlight.registry import SINKS
 from spotlight.scheduler.types import DropReason, Phase
-from spotlight.store.images import Tile, write_grid
+from spotlight.store.images import Tile, keep_tiles, write_grid
 from spotlight.store.metrics import MetricsRow, MetricsWriter, best_iterations, read_metrics
+from spotlight.store.picture_names import TRAINING
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.run_summary import (
     RunSummary,
@@ -33,6 +34,7 @@ from spotlight.store.run_summary import (
     read_summary,
     write_summary,
 )
+from spotlight.store.shown_media import shown_media
 from spotlight.store.sinks import TensorBoard, check_sinks
 from spotlight_dashboard.trackers.wandb_sink import WeightsAndBiases
 from spotlight_rewards.base.errors import UserError
@@ -111,6 +113,9 @@ def test_the_best_iterations_are_found_beside_rows_of_training() -> None:
     assert best_iterations(rows, "graded") == []
 
 
+SCORES = {"reward": 0.5, "judge": -1.0}
+
+
 def test_tensorboard_reads_the_curves_and_purges_what_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,6 +132,10 @@ def test_tensorboard_reads_the_curves_and_purges_what_is_made_again(
                 if iteration % 2 == 0:
                     write_grid(paths, iteration, [Tile(PICTURE, "a", 0.5), Tile(VIDEO, "b", 0.25)], **GRID)
                     writer.pictures(iteration)
+                    keep_tiles(
+                        paths, iteration, [Tile(PICTURE, "a", 0.5, scores=SCORES, rollout="r")], TRAINING
+                    )
+                    writer.training_pictures(iteration, shown_media(paths, iteration, TRAINING))
                 if (iteration, loss) == (3, 1.0):
                     writer.rewind(1)  # a learner that was lost, in the same attempt
                     writer.write(row(1, **{"train/loss": 1.0}))
@@ -137,8 +146,8 @@ def test_tensorboard_reads_the_curves_and_purges_what_is_made_again(
     board.Reload()
     curve = [(event.step, event.value) for event in board.Scalars("train/loss")]
     assert curve == [(0, 1.0), (1, 1.0), (2, 2.0), (3, 2.0)]
-    for at in (0, 1):
-        shown = [(event.step, event.width, event.height) for event in board.Images(f"pictures/{at:03d}")]
+    for tag in ("pictures/000", "pictures/001", "training_pictures/0-best"):
+        shown = [(event.step, event.width, event.height) for event in board.Images(tag)]
         assert shown == [(0, 8, 8), (2, 8, 8)]
     with Image.open(io.BytesIO(board.Images("pictures/001")[-1].encoded_image_string)) as played:
         frames = [np.asarray(frame.convert("L")).mean() for frame in ImageSequence.Iterator(played)]

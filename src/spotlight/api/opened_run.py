@@ -84,6 +84,34 @@ class Run:
             raise StoreError(f"{path}: no such pictures; expected one of {', '.join(found) or 'none'}.")
         return path
 
+    def training_pictures(self, iteration: int) -> list[dict[str, Any]]:
+        """Best and worst picture of a few groups trained in an iteration: a row each, with all its rewards.
+
+        Raises StoreError if none were kept of it.
+        """
+        from spotlight.store.images import drawn_iterations, read_tile_note
+        from spotlight.store.picture_names import TRAINING, tiles_of
+        from spotlight.store.shown_media import place_of
+
+        paths = RunPaths(self.directory)
+        notes = [note for each in tiles_of(paths, iteration, TRAINING) if (note := read_tile_note(each))]
+        if not notes:
+            found = ", ".join(map(str, drawn_iterations(paths, TRAINING)))
+            raise StoreError(
+                f"{paths.images}: no pictures of iteration {iteration}'s groups; expected one of "
+                f"{found or 'none: metrics.training_pictures_every says when they are kept'}."
+            )
+        return [
+            {
+                "prompt": note.caption,
+                "place": place_of(note.path)[1],
+                "path": note.path,
+                "rollout": note.rollout,
+                **note.scores,
+            }
+            for note in notes
+        ]
+
     @property
     def lora(self) -> Path | None:
         """Folder for ``load_lora_weights``; None before the end, and of a full fine-tune."""

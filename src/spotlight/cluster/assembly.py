@@ -148,6 +148,7 @@ async def assembled(materials: Materials, room: AttemptRoom) -> AsyncIterator[He
             observer=materials.observer,
             attempt=room.attempt.number,
             grid=config.evaluation.grid,
+            training_pictures_every=config.metrics.training_pictures_every,
             traces=traces,
             nodes=nodes,
             supplies=supplies,

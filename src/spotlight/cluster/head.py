@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ from spotlight.models.shared.flop_count import Compute
 from spotlight.rollout.serialization import unpack_image
 from spotlight.runtime.assembly.preview_settings import report_note, report_row
 from spotlight.runtime.observer import Observer, tell_stop
-from spotlight.runtime.recorder import RunRecorder, shown
+from spotlight.runtime.recorder import Picture, RunRecorder, shown, shown_in_step
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.controller import Controller
@@ -70,6 +70,7 @@ class HeadParts:
     Attributes:
         attempt: the ledger's attempt number.
         grid: prompts of the image grids, and images per prompt.
+        training_pictures_every: iterations; 0: none.
         traces: of the profiler.
         nodes: what the controller's machines are here.
         supplies: of the kinds of nodes that come and go as the run wants.
@@ -89,6 +90,7 @@ class HeadParts:
     observer: Observer
     attempt: int
     grid: tuple[int, int]
+    training_pictures_every: int
     traces: TraceCollector
     nodes: ClusterNodes
     supplies: Mapping[NodeKind, NodeSupply] = field(default_factory=dict)
@@ -267,7 +269,10 @@ class Head:
                 self.log.put(effect.row())
             case ef.ReportChoice():
                 self.log.put(effect.row())
-            case ef.PrepareBatch() | ef.TrainMicroBatch() | ef.StepOptimizer() | ef.FinishBatch():
+            case ef.StepOptimizer():
+                kept = shown_in_step(parts.controller, parts.training_pictures_every)
+                parts.conversations.start(self._step(effect, kept))
+            case ef.PrepareBatch() | ef.TrainMicroBatch() | ef.FinishBatch():
                 parts.conversations.start(self._train(effect, *self._to_prepare(effect)))
             case ef.PublishWeights(version):
                 parts.conversations.start(self._end_iteration(version, cluster.lineage))
@@ -353,7 +358,7 @@ class Head:
 
     async def _train(
         self,
-        effect: ef.TrainEffect,
+        effect: ef.PrepareBatch | ef.TrainMicroBatch | ef.FinishBatch,
         rollouts: Mapping[RolloutId, Rollout],
         stored: Mapping[RolloutId, BlobAddress],
     ) -> None:
@@ -363,14 +368,29 @@ class Head:
         ranks = self.parts.learner.ranks
         self.parts.inbox.put(await ranks.ask(LearnerRank.train, effect, rollouts, stored))
 
+    async def _step(self, effect: ef.StepOptimizer, kept: Mapping[Rollout, Mapping[str, float]]) -> None:
+        parts = self.parts
+        stored = parts.samples.by_digest([*kept])
+        # Pictures are fetched beside the step: its answer has their samples discarded.
+        answer, pictures = await asyncio.gather(
+            parts.learner.ranks.ask(LearnerRank.train, effect, {}, {}), self._fetched(stored)
+        )
+        if kept:
+            parts.recorder.training(effect.iteration, kept, pictures)
+        parts.inbox.put(answer)
+
+    async def _fetched(self, made_with: Mapping[str, Sequence[Rollout]]) -> dict[RolloutId, Picture]:
+        pictures: dict[RolloutId, Picture] = {}
+        for digest, part in made_with.items():
+            stored = await self.parts.samples.images(part, digest)
+            pictures |= {name: unpack_image(blob.data) for name, blob in stored.items()}
+        return pictures
+
     async def _report_evaluation(self, effect: ef.ReportEvaluation) -> None:
         parts, controller = self.parts, self.parts.controller
         grid = shown(effect.issued, *parts.grid)
         chosen = [rollout for rollout in grid if rollout.id in effect.scores]
-        pictures: dict[RolloutId, Any] = {}
-        for digest, part in parts.samples.by_digest(chosen).items():
-            stored = await parts.samples.images(part, digest)
-            pictures |= {name: unpack_image(blob.data) for name, blob in stored.items()}
+        pictures = await self._fetched(parts.samples.by_digest(chosen))
         if effect.lineage != controller.cluster.lineage:
             return
         parts.accounts.write(parts.recorder)

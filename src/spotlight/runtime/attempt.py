@@ -39,6 +39,7 @@ from spotlight.store.run_directory import RunDirectory
 from spotlight.store.run_estimate import write_estimate
 from spotlight.store.run_summary import RunSummary
 from spotlight.store.sinks import open_sinks
+from spotlight.store.training_pictures import TrainingPictures
 from spotlight.training.sharding import Ranks
 from spotlight_rewards.base.file_errors import StoreError
 from spotlight_rewards.reward import RewardSetupError, same_scorer
@@ -213,6 +214,7 @@ def _open_recorder(
         strict=config.evaluation.strict,
         grid_images=config.evaluation.grid[1],
         fps=config.rollout.fps,
+        kept=stack.enter_context(TrainingPictures(directory, metrics)),
         keeps_best=config.checkpoint.best,
         before_s=ledger.worked_s(),
         began_s=began_s,

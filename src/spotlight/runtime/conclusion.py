@@ -51,6 +51,7 @@ def conclude_run(
         account: bills the time so far.
     """
     compare(recorder.paths)
+    recorder.kept.settle()
     account()
     summary = summarise_run(config, recorder, weights if config.learner.mode == "lora" else None)
     recorder.metrics.table(summary.iterations, final_table(summary))

@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from base64 import b64decode, b64encode
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -35,7 +35,7 @@ from spotlight.runtime.assembly.preview_settings import report_note, report_row
 from spotlight.runtime.clock import PhaseClock
 from spotlight.runtime.main_turn import MainTurn
 from spotlight.runtime.observer import NotScored, Observer, tell_stop
-from spotlight.runtime.recorder import Picture, Recorder, shown
+from spotlight.runtime.recorder import Picture, Recorder, shown, shown_in_step
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.controller import Controller
@@ -132,6 +132,7 @@ class InlineParts:
         turn: around what the recorder writes into the ledger.
         lease_size: rollouts per lease; a multiple of the number of ranks.
         grid: (prompts, images per prompt) in the image grids.
+        training_pictures_every: iterations; 0: none.
         deal_size: consecutive rollouts that all ranks get equal shares of, those of an update; None: a lease.
         around: a context for each denoising step and micro-batch, by phase.
     """
@@ -147,6 +148,7 @@ class InlineParts:
     turn: MainTurn
     lease_size: int
     grid: tuple[int, int]
+    training_pictures_every: int
     deal_size: int | None = None
     around: Callable[[Phase], AbstractContextManager[object]] = nullcontext
 
@@ -479,15 +481,14 @@ class InlineDriver:
 
     def _pictures(self, effect: ef.ReportEvaluation) -> dict[Rollout, Picture | None]:
         grid = shown(effect.issued, *self.parts.grid)
-        mine = {
-            rollout.id: _encode(self._samples[rollout.id].image)
-            for rollout in grid
-            if rollout.id in self._samples and rollout.id in effect.scores
-        }
-        everyones: dict[RolloutId, str] = {}
-        for share in self.parts.ranks.share(mine):
-            everyones |= share
-        return {each: _decode(everyones[each.id]) if each.id in everyones else None for each in grid}
+        everyones = self._everyones(rollout.id for rollout in grid if rollout.id in effect.scores)
+        return {each: everyones.get(each.id) for each in grid}
+
+    def _everyones(self, samples: Iterable[RolloutId]) -> dict[RolloutId, Picture]:
+        """Pictures of samples that are on any rank; collective."""
+        mine = {each: _encode(self._samples[each].image) for each in samples if each in self._samples}
+        shares = self.parts.ranks.share(mine)
+        return {each: _decode(encoded) for share in shares for each, encoded in share.items()}
 
     def _train(
         self, effect: ef.PrepareBatch | ef.TrainMicroBatch | ef.StepOptimizer | ef.FinishBatch
@@ -509,6 +510,9 @@ class InlineDriver:
                         ev.MicroBatchTrained(micro_batch.iteration, micro_batch.update, index)
                     )
                 case ef.StepOptimizer(iteration, update, samples, zeros):
+                    if kept := shown_in_step(self.parts.controller, self.parts.training_pictures_every):
+                        pictures = self._everyones(rollout.id for rollout in kept)
+                        self.parts.recorder.training(iteration, kept, pictures)
                     report = learner.step(samples, zeros)
                     self._events.append(
                         ev.OptimizerStepped(iteration, update, report.sums.loss, report.grad_norm)

@@ -7,6 +7,7 @@ checkpoint is never ahead of the ledger.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,15 +19,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spotlight.runtime.validation import Validation, summarise
+from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.effects import CommitCheckpoint, GrantLease, ReportEvaluation, ReportPipeline
 from spotlight.scheduler.records import REWARD, Record
-from spotlight.scheduler.types import Phase, Rollout, WorkerId
+from spotlight.scheduler.types import Phase, Rollout, RolloutId, WorkerId
 from spotlight.store.checkpoints import CheckpointStore
 from spotlight.store.images import Tile, write_grid
 from spotlight.store.ledger.sqlite_ledger import GpuSpend, GrantedLease, SqliteLedger
 from spotlight.store.manifest import CheckpointHeader
 from spotlight.store.metrics import VALIDATION, MetricsRow, MetricsWriter, best_iterations, read_metrics
 from spotlight.store.run_directory import RunPaths
+from spotlight.store.training_pictures import TrainingPictures, best_and_worst
 from spotlight.training.learner import Learner
 from spotlight.training.sharding import Ranks
 from spotlight_rewards.base.file_errors import StoreError
@@ -35,6 +38,7 @@ from spotlight_rewards.base.prompts import Prompt, PromptId
 
 CONTROLLER_FILE, LEARNER_FOLDER = "controller.json", "learner"
 Picture = NDArray[np.uint8]
+_FRAMES_MAX = 24
 
 
 class Recorder(Protocol):
@@ -61,6 +65,18 @@ class Recorder(Protocol):
             pictures: by rollout of the grid, in its order; None: not scored.
         """
 
+    def training(
+        self,
+        iteration: int,
+        shown: Mapping[Rollout, Mapping[str, float]],
+        pictures: Mapping[RolloutId, Picture],
+    ) -> None:
+        """Begin to keep pictures of training groups.
+
+        Args:
+            shown: scores by rollout, as :func:`shown_in_step` says.
+        """
+
     def pipeline(self, effect: ReportPipeline) -> None:
         """Record work that filled otherwise idle GPU time."""
 
@@ -84,6 +100,7 @@ class RunRecorder:
         began_s: start of this one, in seconds since the epoch.
         grid_images: images per prompt shown.
         fps: of videos.
+        kept: pictures of training groups.
         keeps_best: ``checkpoint.best``.
     """
 
@@ -98,6 +115,7 @@ class RunRecorder:
     strict: str | None
     grid_images: int
     fps: float
+    kept: TrainingPictures
     before_s: float
     began_s: float
     keeps_best: bool = True
@@ -148,12 +166,32 @@ class RunRecorder:
         self, effect: ReportEvaluation, samples_trained: int, pictures: Mapping[Rollout, Picture | None]
     ) -> dict[str, float]:
         """See :class:`Recorder`."""
+        self.kept.settle()
         validation = summarise(effect.scored, effect.scores, self.prompts, self.strict)
         row = validation.row()
         named = {f"{VALIDATION}{name}": value for name, value in row.items()}
         self.metrics.write(MetricsRow(effect.iteration, samples_trained, self.wall_s, named))
         self._draw(effect, pictures, validation)
         return row
+
+    def training(
+        self,
+        iteration: int,
+        shown: Mapping[Rollout, Mapping[str, float]],
+        pictures: Mapping[RolloutId, Picture],
+    ) -> None:
+        """See :class:`Recorder`."""
+        self.kept.keep(
+            iteration,
+            [
+                _training_tile(
+                    pictures[rollout.id], self.prompts[rollout.prompt_id].text, rollout, scores, self.fps
+                )
+                if rollout.id in pictures
+                else None
+                for rollout, scores in shown.items()
+            ],
+        )
 
     def pipeline(self, effect: ReportPipeline) -> None:
         """See :class:`Recorder`."""
@@ -162,6 +200,7 @@ class RunRecorder:
 
     def iteration(self, iteration: int, samples_trained: int, row: Mapping[str, float]) -> None:
         """See :class:`Recorder`."""
+        self.kept.settle(before=iteration)
         self.metrics.write(MetricsRow(iteration, samples_trained, self.wall_s, row))
 
     def checkpoint(self, effect: CommitCheckpoint, learner: Learner) -> None:
@@ -195,6 +234,7 @@ class RunRecorder:
 
         Returns the number of records that the ledger held.
         """
+        self.kept.settle()
         self.metrics.rewind(iteration)
         self._records = [(number, record) for number, record in self._records if number <= position]
         self.flush()
@@ -249,6 +289,14 @@ class PassiveRecorder:
         """Return the metrics row only."""
         return summarise(effect.scored, effect.scores, self.prompts, self.strict).row()
 
+    def training(
+        self,
+        iteration: int,
+        shown: Mapping[Rollout, Mapping[str, float]],
+        pictures: Mapping[RolloutId, Picture],
+    ) -> None:
+        """Ignore."""
+
     def pipeline(self, effect: ReportPipeline) -> None:
         """Ignore."""
 
@@ -263,6 +311,15 @@ class PassiveRecorder:
         """Ignore."""
 
 
+def _training_tile(
+    picture: Picture, prompt: str, rollout: Rollout, scores: Mapping[str, float], fps: float
+) -> Tile:
+    """Of a long video every few frames, at the speed of all: each frame costs as much as a picture."""
+    every = math.ceil(len(picture) / _FRAMES_MAX) if picture.ndim == 4 else 1
+    shown = picture[::every] if every > 1 else picture
+    return Tile(shown, prompt, scores[REWARD], fps / every, (), rollout.member, rollout.id, scores)
+
+
 def _reference(path: str) -> Picture:
     try:
         return picture_of(path)
@@ -275,6 +332,22 @@ def _reference(path: str) -> Picture:
 def _save_learner(learner: Learner, directory: Path | None, ranks: Ranks) -> None:
     (chosen, *_) = ranks.share(str(directory) if directory else "")
     learner.save(Path(chosen) / LEARNER_FOLDER)
+
+
+def shown_in_step(controller: Controller, every: int) -> dict[Rollout, Mapping[str, float]]:
+    """What to keep of an iteration whose optimizer is about to step, with its scores; best, worst, best, ...
+
+    Empty after the first step, and in all iterations but each ``every``-th and the last one. What is stored
+    at the first step is what is trained, whichever policies left samples out or trained parts early.
+    """
+    iteration, training, current = controller.iteration, controller.training, controller.work.current
+    due = every > 0 and (iteration % every == 0 or iteration == controller.plan.iterations - 1)
+    if not due or len(training.trained_in) > 1:
+        return {}
+    kept = current.finished & current.scores.keys()
+    groups = [[name for name in members if name in kept] for members in current.groups.values()]
+    pairs = best_and_worst(groups, {name: current.scores[name][REWARD] for name in kept})
+    return {current.rollouts[name]: current.scores[name] for pair in pairs for name in pair}
 
 
 def shown(rollouts: Sequence[Rollout], prompts: int, images: int) -> list[Rollout]:

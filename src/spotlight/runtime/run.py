@@ -192,6 +192,7 @@ def _drive(
             lease_size=config.rollout.batch_size * ranks.world,
             deal_size=_deal_size(config),
             grid=config.evaluation.grid,
+            training_pictures_every=config.metrics.training_pictures_every,
             around=materials.around,
         )
     )

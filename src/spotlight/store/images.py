@@ -2,6 +2,7 @@
 
     images/iteration-000040.png       each prompt with its images and their scores
     images/tiles/000040-003.png       one unscaled image, with caption and score as PNG text
+    images/training/000040-003.png    one image of a training group, with all rewards: best, worst, best, ...
     images/references/*.png           pictures that prompts are about, shown beside their results
     images/before-after.png           drawn from two iterations' tiles
     images/progress.png               the same images at several iterations
@@ -9,17 +10,18 @@
 Of videos, the pages show some frames side by side, and a page of the same name that ends in .webp plays at
 the videos' speed; a tile is an animated PNG.
 
-A resumed run removes the images of the evaluations that it repeats (:func:`drop_pictures`).
+A resumed run removes the images of the iterations that it repeats (:func:`drop_pictures`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
+import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain, groupby, islice, repeat
 from pathlib import Path
 
@@ -28,6 +30,8 @@ from numpy.typing import NDArray
 from PIL import Image, ImageSequence, PngImagePlugin
 
 from spotlight.store.picture_names import (
+    TILES,
+    TRAINING,
     grid_path,
     stored_grids,
     stored_tiles,
@@ -67,6 +71,8 @@ class Tile:
 
     Attributes:
         member: which of its prompt's seeds it has; None: unknown.
+        rollout: that made it; empty: not told.
+        scores: all of them by curve, where they are told.
     """
 
     picture: NDArray[np.uint8]
@@ -75,6 +81,8 @@ class Tile:
     fps: float = FPS
     references: tuple[NDArray[np.uint8], ...] = ()
     member: int | None = None
+    rollout: str = ""
+    scores: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def prompt(self) -> tuple[str, ...]:
@@ -107,21 +115,21 @@ def write_grid(
         ]
     path = grid_path(paths, iteration)
     with storage_errors("cannot write the pictures", paths.images):
-        _keep(paths, iteration, tiles)
+        keep_tiles(paths, iteration, tiles)
         write_page(path, title, blocks, present[0].fps)
     return path
 
 
 def drop_pictures(paths: RunPaths, *, resume_at: int) -> None:
-    """Remove the images of evaluations from ``resume_at`` on. Raises StoreError."""
+    """Remove the images of iterations from ``resume_at`` on. Raises StoreError."""
     with storage_errors("cannot remove undone pictures", paths.images):
-        for iteration, path in (*stored_tiles(paths), *stored_grids(paths)):
+        for iteration, path in (*stored_tiles(paths), *stored_tiles(paths, TRAINING), *stored_grids(paths)):
             if iteration >= resume_at:
                 path.unlink()
 
 
-def drawn_iterations(paths: RunPaths) -> list[int]:
-    return sorted({iteration for iteration, _ in stored_tiles(paths)})
+def drawn_iterations(paths: RunPaths, folder: str = TILES) -> list[int]:
+    return sorted({iteration for iteration, _ in stored_tiles(paths, folder)})
 
 
 def read_tiles(paths: RunPaths, iteration: int) -> tuple[Tile, ...]:
@@ -168,19 +176,23 @@ def _played(image: Image.Image, fps: float) -> list[NDArray[np.uint8]]:
 
 @dataclass(frozen=True, slots=True)
 class TileNote:
-    """A stored image without its pixels."""
+    """A stored image without its pixels; ``rollout`` and ``scores`` of training groups only."""
 
     path: Path
     caption: str
     score: float
+    rollout: str = ""
+    scores: Mapping[str, float] = field(default_factory=dict)
 
 
 def read_tile_note(path: Path) -> TileNote | None:
     """A tile without decoding it; None for a file that is no tile: it is being written, or not ours."""
     try:
         with open_regular(path) as file, open_picture(file, formats=("PNG",)) as image:
-            return TileNote(path, image.info["caption"], float(image.info["score"]))
-    except (OSError, KeyError, ValueError, SyntaxError):
+            known = {name: float(value) for name, value in json.loads(image.info.get("scores", "{}")).items()}
+            rollout = image.info.get("rollout", "")
+            return TileNote(path, image.info["caption"], float(image.info["score"]), rollout, known)
+    except (OSError, KeyError, ValueError, TypeError, AttributeError, RecursionError, SyntaxError):
         return None
 
 
@@ -293,9 +305,10 @@ def _require_pictures(tiles: Sequence[Tile]) -> None:
             )
 
 
-def _keep(paths: RunPaths, iteration: int, tiles: Sequence[Tile | None]) -> None:
-    tiles_folder(paths).mkdir(exist_ok=True)
-    for stale in tiles_of(paths, iteration):
+def keep_tiles(paths: RunPaths, iteration: int, tiles: Sequence[Tile | None], folder: str = TILES) -> None:
+    """Save each image unscaled in place of an iteration's earlier ones. Raises OSError."""
+    tiles_folder(paths, folder).mkdir(exist_ok=True)
+    for stale in tiles_of(paths, iteration, folder):
         stale.unlink()
     for index, tile in enumerate(tiles):
         if tile is None:
@@ -305,12 +318,15 @@ def _keep(paths: RunPaths, iteration: int, tiles: Sequence[Tile | None]) -> None
         notes.add_itxt("score", repr(float(tile.score)))
         if tile.member is not None:
             notes.add_itxt("member", str(tile.member))
+        if tile.rollout:
+            notes.add_itxt("rollout", tile.rollout)
+            notes.add_itxt("scores", json.dumps(dict(tile.scores)))
         if tile.references:
             notes.add_itxt("references", " ".join(_keep_references(paths, tile.references)))
         first, *others = [Image.fromarray(frame) for frame in frames_of(tile.picture)]
         if others:
             notes.add_itxt("fps", repr(float(tile.fps)))
-        path = tile_path(paths, iteration, index)
+        path = tile_path(paths, iteration, index, folder)
         duration_ms = 1000 / tile.fps
         content = io.BytesIO()
         first.save(

@@ -10,7 +10,7 @@ import errno
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from spotlight.store.run_directory import RunPaths
+from spotlight.store.shown_media import ShownMedia
 from spotlight_rewards.base.file_errors import StoreError, storage_errors
 from spotlight_rewards.base.files import open_regular, write_atomically
 
@@ -77,8 +78,9 @@ class Sink(Protocol):
     """An additional destination for metrics.
 
     It may also have ``pictures(iteration)``, called when an evaluation's pictures are stored
-    (``shown_media.py``), ``table(iteration, table)``, for the :class:`FinalTable` at the end, and
-    ``rewind(iteration)``, called when a run goes on from an earlier iteration without being started again.
+    (``shown_media.py``), ``training_pictures(iteration, shown)``, for those of training groups,
+    ``table(iteration, table)``, for the :class:`FinalTable` at the end, and ``rewind(iteration)``, called
+    when a run goes on from an earlier iteration without being started again.
     A resumed run, too, repeats iterations: a sink must not show them twice.
     """
 
@@ -140,6 +142,10 @@ class MetricsWriter:
     def pictures(self, iteration: int) -> None:
         """Show an evaluation's pictures, which are stored, to the sinks that take them. Raises StoreError."""
         self._show("pictures", iteration)
+
+    def training_pictures(self, iteration: int, shown: Sequence[ShownMedia]) -> None:
+        """Show those of training groups, which are stored, to the sinks that take them. Raises StoreError."""
+        self._show("training_pictures", iteration, shown)
 
     def table(self, iteration: int, table: FinalTable) -> None:
         """Show the final table to the sinks that take it. Raises StoreError."""

@@ -1,6 +1,6 @@
-"""The pictures of an evaluation as trackers take them, read from the run's ``images/tiles``.
+"""The pictures of an evaluation or of training groups as trackers take them, read from the run's ``images``.
 
-Reduced: trackers keep a copy of every evaluation's. The originals stay in the run directory.
+Reduced: trackers keep a copy of all. The originals stay in the run directory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal
 from PIL import Image, ImageSequence
 
 from spotlight.store.images import TileNote, read_tile_note
-from spotlight.store.picture_names import tiles_of
+from spotlight.store.picture_names import TILES, TRAINING, tiles_of
 from spotlight.store.run_directory import RunPaths
 from spotlight_rewards.base.media_files import open_picture
 
@@ -24,11 +24,12 @@ _PICTURE_PX, _VIDEO_PX, _FRAMES_MAX = 512, 256, 24
 
 @dataclass(frozen=True, slots=True)
 class ShownMedia:
-    """A picture, or a video, of an evaluation.
+    """A picture, or a video.
 
     Attributes:
-        name: the same at every evaluation for the same prompt and seed; a part of a file's name.
-        caption: prompt and score.
+        name: of an evaluation's the same at every one for the same prompt and seed, of a training group's
+            ``0-best`` or ``0-worst``; a part of a file's name.
+        caption: prompt and score; of a training group's all rewards.
         content: a PNG file as it is stored if it is small, else a JPEG; of a video an animated GIF.
     """
 
@@ -37,6 +38,12 @@ class ShownMedia:
     content: bytes
     kind: Literal["png", "jpeg", "gif"]
     size: tuple[int, int]
+    folder: str = TILES
+
+    @property
+    def tag(self) -> str:
+        """Where trackers show it."""
+        return f"{'training_' if self.folder == TRAINING else ''}pictures/{self.name}"
 
     def write_to(self, folder: Path) -> str:
         """Write the file; returns its path."""
@@ -45,29 +52,44 @@ class ShownMedia:
         return str(path)
 
 
-def shown_media(paths: RunPaths, iteration: int) -> tuple[ShownMedia, ...]:
-    """What was kept of an evaluation, in the order of its grid."""
-    notes = map(read_tile_note, tiles_of(paths, iteration))
-    return tuple(_shown(note) for note in notes if note is not None)
+def shown_media(paths: RunPaths, iteration: int, folder: str = TILES) -> tuple[ShownMedia, ...]:
+    """What was kept of an iteration, in the order of its grid."""
+    notes = map(read_tile_note, tiles_of(paths, iteration, folder))
+    return tuple(_shown(note, folder) for note in notes if note is not None)
 
 
-def _shown(note: TileNote) -> ShownMedia:
+def place_of(path: Path) -> tuple[int, str]:
+    """Group of a training picture, and which of its pictures it is."""
+    group, worst = divmod(int(path.stem.rpartition("-")[2]), 2)
+    return group, "worst" if worst else "best"
+
+
+def _shown(note: TileNote, folder: str) -> ShownMedia:
     name, caption = note.path.stem.rpartition("-")[2], f"{note.score:.3f}  {note.caption}"
+    if folder == TRAINING:
+        name = "{}-{}".format(*place_of(note.path))
+        told = ", ".join(f"{curve} {value:.3f}" for curve, value in note.scores.items())
+        caption = f"{told}  {note.caption}"
+    content, kind, size = _reduced_file(note)
+    return ShownMedia(name, caption, content, kind, size, folder)
+
+
+def _reduced_file(note: TileNote) -> tuple[bytes, Literal["png", "jpeg", "gif"], tuple[int, int]]:
     with open_picture(note.path) as image:
         frames = getattr(image, "n_frames", 1)
         if frames == 1 and note.path.stat().st_size <= _AS_IT_IS_BYTES:
-            return ShownMedia(name, caption, note.path.read_bytes(), "png", image.size)
+            return note.path.read_bytes(), "png", image.size
         buffer = io.BytesIO()
         if frames == 1:
             first = _reduced(image, _PICTURE_PX)
             first.save(buffer, "JPEG", quality=85)
-            return ShownMedia(name, caption, buffer.getvalue(), "jpeg", first.size)
+            return buffer.getvalue(), "jpeg", first.size
         every = math.ceil(frames / _FRAMES_MAX)
         read = enumerate(ImageSequence.Iterator(image))
         first, *others = [_reduced(each, _VIDEO_PX) for at, each in read if at % every == 0]
         duration_ms = image.info.get("duration", 100) * every
         first.save(buffer, "GIF", save_all=True, append_images=others, duration=duration_ms, loop=0)
-    return ShownMedia(name, caption, buffer.getvalue(), "gif", first.size)
+    return buffer.getvalue(), "gif", first.size
 
 
 def _reduced(image: Image.Image, side_px: int) -> Image.Image:

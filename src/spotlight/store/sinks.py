@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -67,7 +67,10 @@ class TensorBoard:
         self._add(row.iteration, Summary(value=values))
 
     def pictures(self, iteration: int) -> None:
-        if shown := shown_media(self._paths, iteration):
+        self.training_pictures(iteration, shown_media(self._paths, iteration))
+
+    def training_pictures(self, iteration: int, shown: Sequence[ShownMedia]) -> None:
+        if shown:
             self._add(iteration, Summary(value=[_image(each) for each in shown]))
 
     def table(self, iteration: int, table: FinalTable) -> None:
@@ -92,6 +95,5 @@ class TensorBoard:
 def _image(shown: ShownMedia) -> Summary.Value:
     width, height = shown.size
     image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=shown.content)
-    name = f"pictures/{shown.name}"
-    about = SummaryMetadata(display_name=name, summary_description=shown.caption)
-    return Summary.Value(tag=name, image=image, metadata=about)
+    about = SummaryMetadata(display_name=shown.tag, summary_description=shown.caption)
+    return Summary.Value(tag=shown.tag, image=image, metadata=about)

@@ -223,6 +223,7 @@ ANSWERS: dict[str, Answer] = {
     "overview": lambda run, query: overview(run),
     "pictures": lambda run, query: gallery_views.gallery(run),
     "evaluation": lambda run, query: gallery_views.pictures(run, _number(query, "iteration") or 0),
+    "training": lambda run, query: gallery_views.training_pictures(run, _number(query, "iteration") or 0),
     "cluster": _lanes,
     "money": lambda run, query: money(run),
     "samples": lambda run, query: samples(run, _search(query)),

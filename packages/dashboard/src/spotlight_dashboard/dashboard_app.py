@@ -5,6 +5,7 @@
     GET /api/runs/RUN/WHAT          see ``answers.py``
     GET /api/means                  a curve of several runs, as means over the seeds of a configuration
     GET /api/runs/RUN/picture/N/I   one picture of the evaluation at iteration N
+    GET /api/runs/RUN/training/N/I  one picture of a group trained in iteration N
     GET /api/changes                server-sent events: a run's files have changed
     GET /metrics                    figures of all runs for Prometheus
 
@@ -39,6 +40,7 @@ from spotlight_dashboard.prometheus import CONTENT_TYPE, SILENT_FIGURES, exposit
 from spotlight_dashboard.run_threads import ASKED_S
 from spotlight_dashboard.shown_runs import LOOKS_EVERY_S, ShownRuns, SilentRunError
 from spotlight_dashboard.views.findings import RunLimits
+from spotlight_dashboard.views.gallery import FOLDERS
 from spotlight_dashboard.views.gallery import picture as picture_of
 from spotlight_dashboard.views.means import means
 from spotlight_dashboard.views.overview import AUDIT_S, silent_headline
@@ -127,11 +129,15 @@ def _add_answers(app: FastAPI, shown: ShownRuns, answers: RunAnswers) -> None:
         shown_figures = {name: SILENT_FIGURES if each is None else each for name, each in found.items()}
         return Response(exposition(shown_figures), headers={"Content-Type": CONTENT_TYPE})
 
-    @app.get("/api/runs/{name}/picture/{iteration}/{index}")
-    async def picture(name: str, iteration: int, index: int) -> Response:
-        run = (await shown.look()).get(name)
+    @app.get("/api/runs/{name}/{kind}/{iteration}/{index}")
+    async def picture(
+        name: str, kind: Literal["picture", "training"], iteration: int, index: int
+    ) -> Response:
+        run, folder = (await shown.look()).get(name), FOLDERS[kind]
         found = (
-            await shown.ask(run, "picture", lambda run: picture_of(run, iteration, index)) if run else None
+            await shown.ask(run, "picture", lambda run: picture_of(run, iteration, index, folder))
+            if run
+            else None
         )
         if found is None:
             return text(404, "no such picture")

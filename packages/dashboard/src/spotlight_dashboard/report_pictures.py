@@ -10,7 +10,7 @@ from PIL import Image, ImageSequence
 
 from spotlight_dashboard.figures import Json
 from spotlight_dashboard.run_folders import RunFolder
-from spotlight_dashboard.views.gallery import picture_file
+from spotlight_dashboard.views.gallery import FOLDERS, picture_file
 from spotlight_rewards.base.files import read_regular
 from spotlight_rewards.base.media_files import open_picture
 
@@ -68,17 +68,19 @@ def _uri(kind: str, content: bytes) -> str:
 
 
 class PictureBudget:
-    """Takes pictures of evaluations for as long as they fit.
+    """Takes pictures of evaluations and training groups for as long as they fit.
 
     Attributes:
-        taken: data URIs by ``ITERATION/INDEX``.
+        taken: data URIs by ``KIND/ITERATION/INDEX``.
     """
 
     def __init__(self, bytes_max: int = PICTURE_BYTES_MAX) -> None:
         self._left = bytes_max
         self.taken: dict[str, str] = {}
 
-    def take(self, run: RunFolder, evaluation: Json, *, share: float, whole: bool) -> Json | None:
+    def take(
+        self, run: RunFolder, evaluation: Json, *, share: float, whole: bool, kind: str = "picture"
+    ) -> Json | None:
         """The evaluation with the pictures that fit into ``share`` of what is left, and how many do not.
 
         None if there is none, or, where it must be ``whole``, if some do not fit.
@@ -90,7 +92,7 @@ class PictureBudget:
         found: dict[str, str] = {}
         shown = []
         for picture in pictures:
-            path = picture_file(run, iteration, picture["index"])
+            path = picture_file(run, iteration, picture["index"], FOLDERS[kind])
             try:
                 uri = embedded(path) if path is not None else None
             except OSError:
@@ -100,7 +102,7 @@ class PictureBudget:
             if len(uri) > space:
                 break
             space -= len(uri)
-            found[f"{iteration}/{picture['index']}"] = uri
+            found[f"{kind}/{iteration}/{picture['index']}"] = uri
             shown.append(picture)
         left_out = len(pictures) - len(shown)
         if not shown or (whole and left_out):

@@ -16,7 +16,7 @@ from spotlight_dashboard.views.overview import headline
 from spotlight_rewards.base.file_errors import storage_errors
 from spotlight_rewards.base.files import write_atomically
 
-_EVALUATIONS_MAX = 12
+_EVALUATIONS_MAX, _TRAINED_MAX, _TRAINED_SHARE = 12, 6, 0.05
 _CURVES_MAX = 300
 _UNESCAPED = "!'()*~-_."
 """By JavaScript's encodeURIComponent."""
@@ -74,9 +74,15 @@ def _inlined(run: RunFolder) -> Json:
         answers[_key("sample", id=name)] = given.answer(run, "sample", {"id": name})
     for name in _logs(answers["log"]):
         answers[_key("logfile", name=name)] = given.answer(run, "logfile", {"name": name})
-    drawn = _drawn(answers["pictures"])
+    drawn = _drawn(answers["pictures"], "iterations", _EVALUATIONS_MAX)
     budget = PictureBudget()
-    shown = []
+    trained, shown = [], []
+    for iteration in _drawn(answers["pictures"], "training", _TRAINED_MAX):
+        groups = given.answer(run, "training", {"iteration": str(iteration)})
+        taken = budget.take(run, groups or {}, share=_TRAINED_SHARE, whole=False, kind="training")
+        if taken is not None:
+            answers[_key("training", iteration=str(iteration))] = taken
+            trained.append(iteration)
     for place, iteration in enumerate(drawn):
         evaluation = given.answer(run, "evaluation", {"iteration": str(iteration)})
         # The first and the last, which are compared, may be of some prompts only; those between are not.
@@ -85,17 +91,17 @@ def _inlined(run: RunFolder) -> Json:
         if taken is not None:
             answers[_key("evaluation", iteration=str(iteration))] = taken
             shown.append(iteration)
-    answers["pictures"] = {"iterations": sorted(shown)}
+    answers["pictures"] = {"iterations": sorted(shown), "training": sorted(trained)}
     return {"run": headline(run), "answers": answers, "pictures": budget.taken, "made_at": time.time()}
 
 
-def _drawn(answer: Json | None) -> list[int]:
-    """At most :data:`_EVALUATIONS_MAX` evaluations: first and last before those between, evenly."""
-    iterations = answer["iterations"] if answer else []
+def _drawn(answer: Json | None, kind: str, most: int) -> list[int]:
+    """At most so many iterations: first and last before those between, evenly."""
+    iterations = answer[kind] if answer else []
     assert isinstance(iterations, list)
-    if len(iterations) > _EVALUATIONS_MAX:
+    if len(iterations) > most:
         last = len(iterations) - 1
-        places = {round(at * last / (_EVALUATIONS_MAX - 1)) for at in range(_EVALUATIONS_MAX)}
+        places = {round(at * last / (most - 1)) for at in range(most)}
         iterations = [iterations[place] for place in sorted(places)]
     return [*iterations[:1], *iterations[:0:-1]]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, PositiveInt
+from pydantic import AfterValidator, Field, PositiveInt
 
 from spotlight.config.section import Section
 from spotlight.registry import SINKS
@@ -42,6 +42,8 @@ class MetricsConfig(Section):
     """Also log to Weights & Biases."""
     sinks: Annotated[dict[Annotated[str, AfterValidator(_OTHERS)], dict[str, Any]], WORK] = {}  # noqa: RUF012 - pydantic copies
     """Further trackers by registered name, each with its options (``trackio: {project: spotlight}``)."""
+    training_pictures_every: Annotated[int, Field(ge=0), WORK] = 10
+    """Iterations between those whose training groups leave pictures, the best and worst of four; 0: none."""
 
     @property
     def chosen(self) -> dict[str, dict[str, Any]]:

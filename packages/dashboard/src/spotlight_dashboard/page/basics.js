@@ -71,9 +71,10 @@ async function sent(address, content) {
   if (!answer.ok) throw Object.assign(new Refused(await answer.text()), { status: answer.status });
 }
 
-function pictureAddress(run, iteration, index) {
-  if (INLINED) return INLINED.pictures[`${iteration}/${index}`] ?? "";
-  return `api/runs/${encodeURIComponent(run)}/picture/${iteration}/${index}`;
+/** `kind`: `picture` of an evaluation, or `training`. */
+function pictureAddress(run, kind, iteration, index) {
+  if (INLINED) return INLINED.pictures[`${kind}/${iteration}/${index}`] ?? "";
+  return `api/runs/${encodeURIComponent(run)}/${kind}/${iteration}/${index}`;
 }
 
 // -- numbers in words --

@@ -133,9 +133,10 @@ async function drawCurves(
     },
     showlegend: shown.length > 1,
     // Above, more than two names would cover the title.
-    legend: narrow || shown.length > 2
-      ? { orientation: "h", y: -0.32, x: 0 }
-      : { orientation: "h", y: 1.02, yanchor: "bottom", x: 1, xanchor: "right" },
+    legend:
+      narrow || shown.length > 2
+        ? { orientation: "h", y: -0.32, x: 0 }
+        : { orientation: "h", y: 1.02, yanchor: "bottom", x: 1, xanchor: "right" },
     hovermode: "closest",
   };
   const options = {

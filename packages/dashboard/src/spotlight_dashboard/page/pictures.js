@@ -1,12 +1,14 @@
 "use strict";
-// Pictures: the same prompts and seeds at every evaluation.
+// Pictures: the same prompts and seeds at every evaluation; best and worst of training groups.
 
-const pictureChoice = { at: null, mode: "grid", text: "", tag: "", order: "grid" };
+const pictureChoice = { at: null, trained: null, mode: "grid", text: "", tag: "", order: "grid" };
 const PICTURE_MODES = [
   ["grid", "One evaluation"],
   ["pairs", "Before / after"],
   ["ends", "Best and worst"],
+  ["training", "Training groups"],
 ];
+const trains = () => pictureChoice.mode === "training";
 const ORDERS = [
   ["grid", "as evaluated"],
   ["best", "best first"],
@@ -17,6 +19,9 @@ const ORDERS = [
 function picturesView(place, { run, go }) {
   const choice = pictureChoice;
   const iterations = []; // always the newest, also for a picture that was drawn or enlarged before
+  const trained = [];
+  const offered = () => (trains() ? trained : iterations);
+  const choose = (at) => (choice[trains() ? "trained" : "at"] = at);
   let playing = null;
   const slider = h("input", {
     type: "range",
@@ -26,7 +31,7 @@ function picturesView(place, { run, go }) {
     "aria-label": "evaluation",
     on: {
       input: () => {
-        choice.at = iterations[slider.value];
+        choose(offered()[slider.value]);
         draw();
       },
     },
@@ -45,6 +50,7 @@ function picturesView(place, { run, go }) {
             modes.forEach((button) =>
               button.setAttribute("aria-pressed", String(button === event.currentTarget)),
             );
+            scale();
             draw();
           },
         },
@@ -86,21 +92,19 @@ function picturesView(place, { run, go }) {
     ORDERS.map(([value, name]) => h("option", { value, selected: choice.order === value }, name)),
   );
   const grid = h("div");
-  const note = h(
-    "p",
-    { class: "faint" },
-    "Pictures are kept of evaluations; of training groups the ledger has the scores (Samples), not the pictures.",
-  );
+  const note = h("p", { class: "faint" });
+  const ordered = h("label", {}, "Order", order);
+  const measured = h("span");
   const controls = h(
     "div",
     { class: "controls" },
-    h("label", {}, "Evaluation", slider),
+    h("label", {}, measured, slider),
     label,
     play,
     modes,
     text,
     tag,
-    h("label", {}, "Order", order),
+    ordered,
   );
   place.replaceChildren(controls, grid, note);
 
@@ -113,19 +117,39 @@ function picturesView(place, { run, go }) {
     play.textContent = "■ Stop";
     playing = setInterval(() => {
       if (!place.contains(slider)) return stop();
-      slider.value = String((Number(slider.value) + 1) % iterations.length);
-      choice.at = iterations[slider.value];
+      slider.value = String((Number(slider.value) + 1) % offered().length);
+      choose(offered()[slider.value]);
       draw();
     }, 900);
   }
 
+  /** Slider and words for the evaluations, or for the iterations whose groups were kept. */
+  function scale() {
+    const all = offered();
+    slider.max = String(Math.max(0, all.length - 1));
+    slider.value = String(Math.max(0, all.indexOf(shownAt())));
+    measured.textContent = trains() ? "Iteration" : "Evaluation";
+    ordered.hidden = tag.hidden = trains();
+    note.textContent = trains()
+      ? "What was learnt from: the group with the highest reward, the one with the widest spread, and others. A best picture that you would not choose shows a reward that is fooled; compare the other rewards below it."
+      : "The same prompts and seeds at every evaluation.";
+    controls.hidden = !iterations.length && !trained.length;
+  }
+
   async function draw() {
     await fill(grid, async () => {
+      label.textContent = offered().length ? `iteration ${shownAt()}` : "";
+      if (trains()) {
+        if (!trained.length)
+          return empty(
+            "No pictures of training groups: metrics.training_pictures_every says when they are kept.",
+          );
+        return trainingGroups(run, await ask(run, "training", { iteration: choice.trained }), choice, go);
+      }
       if (!iterations.length)
         return empty(
           "No pictures yet: they come with the first evaluation (evaluation.at_start, evaluation.every; none where evaluation.grid_prompts is 0).",
         );
-      label.textContent = `iteration ${choice.at}`;
       const [now, first] = await Promise.all([
         ask(run, "evaluation", { iteration: choice.at }),
         ask(run, "evaluation", { iteration: iterations[0] }),
@@ -152,18 +176,46 @@ function picturesView(place, { run, go }) {
 
   return async () => {
     try {
-      const found = (await ask(run, "pictures")).iterations;
-      const follows = choice.at === null || choice.at === iterations.at(-1) || !found.includes(choice.at);
-      iterations.splice(0, iterations.length, ...found);
-      if (follows) choice.at = iterations.at(-1) ?? null;
-      slider.max = String(Math.max(0, iterations.length - 1));
-      slider.value = String(Math.max(0, iterations.indexOf(choice.at)));
-      controls.hidden = !iterations.length;
+      const found = await ask(run, "pictures");
+      choice.at = followed(iterations, found.iterations, choice.at);
+      choice.trained = followed(trained, found.training, choice.trained);
+      scale();
       await draw();
     } catch (error) {
       renew(grid, failed(error));
     }
   };
+}
+
+/** Replace `known` by `found`; returns what is shown: the newest, where that was shown or nothing is. */
+function followed(known, found, at) {
+  const follows = at === null || at === known.at(-1) || !found.includes(at);
+  known.splice(0, known.length, ...found);
+  return follows ? (found.at(-1) ?? null) : at;
+}
+
+function trainingGroups(run, now, choice, go) {
+  const wanted = choice.text.toLowerCase();
+  const groups = new Map();
+  for (const each of now.pictures) {
+    if (!each.caption.toLowerCase().includes(wanted)) continue;
+    const group = Math.floor(each.index / 2);
+    groups.set(group, [...(groups.get(group) ?? []), { ...each, kind: "training" }]);
+  }
+  if (!groups.size) return empty("No picture matches.");
+  return h(
+    "div",
+    { class: "grid" },
+    [...groups.values()].map((group) =>
+      endsCard(
+        run,
+        group.map((each) => [each, each.index % 2 ? "worst" : "best"]),
+        [now.iteration],
+        go,
+        "of this prompt's pictures in the iteration",
+      ),
+    ),
+  );
 }
 
 function drawnPictures(run, now, first, choice, go, iterations) {
@@ -207,23 +259,31 @@ function bestAndWorst(run, now, shown, go, iterations) {
   return h(
     "div",
     { class: "grid" },
-    [...prompts].slice(0, 100).map(([caption, group]) => {
+    [...prompts.values()].slice(0, 100).map((group) => {
       const ranked = [...group].sort((a, b) => b.score - a.score);
       const ends = ranked.length > 1 ? [ranked[0], ranked.at(-1)] : ranked;
-      return h(
-        "div",
-        { class: "card" },
-        h("h2", { class: "words clamp", dir: "auto" }, caption.slice(0, 1000)),
-        h(
-          "div",
-          { class: "pictures" },
-          ends.map((each, index) =>
-            pictureCard(run, each, [[each, index ? "worst" : "best"]], go, iterations, false),
-          ),
-        ),
-        h("p", { class: "faint" }, `of ${plural(group.length, "picture")} shown of this prompt`),
+      return endsCard(
+        run,
+        ends.map((each, index) => [each, index ? "worst" : "best"]),
+        iterations,
+        go,
+        `of ${plural(group.length, "picture")} shown of this prompt`,
       );
     }),
+  );
+}
+
+function endsCard(run, ends, iterations, go, said) {
+  return h(
+    "div",
+    { class: "card" },
+    h("h2", { class: "words clamp", dir: "auto" }, ends[0][0].caption.slice(0, 1000)),
+    h(
+      "div",
+      { class: "pictures" },
+      ends.map(([each, label]) => pictureCard(run, each, [[each, label]], go, iterations, false)),
+    ),
+    h("p", { class: "faint" }, said),
   );
 }
 
@@ -274,11 +334,11 @@ function pictureCard(run, each, frames, go, iterations, captioned = true) {
             { class: "scores" },
             scores.map(([name, value]) => [h("span", {}, name), h("span", {}, figure(value))]),
           ),
-          each.seed
+          each.rollout
             ? h(
                 "div",
                 { class: "faint words" },
-                `seed ${each.seed}${each.tag ? `, ${each.tag}` : ""} `,
+                each.seed ? `seed ${each.seed}${each.tag ? `, ${each.tag}` : ""} ` : "",
                 INLINED ? "" : h("a", { href: go.address("samples", each.rollout) }, "its life"),
               )
             : null,
@@ -287,12 +347,13 @@ function pictureCard(run, each, frames, go, iterations, captioned = true) {
   );
 }
 
-/** The evaluation of a picture labelled so: that iteration's, or the chosen one's for `best` and `worst`. */
-const shownAt = (label) => (typeof label === "number" ? label : pictureChoice.at);
+/** The iteration of a picture labelled so: that one, or the chosen one for `best` and `worst`. */
+const shownAt = (label) =>
+  typeof label === "number" ? label : trains() ? pictureChoice.trained : pictureChoice.at;
 
 function image(run, picture, label) {
   return h("img", {
-    src: pictureAddress(run, shownAt(label), picture.index),
+    src: pictureAddress(run, picture.kind ?? "picture", shownAt(label), picture.index),
     alt: picture.caption.slice(0, 200),
     loading: "lazy",
     on: {

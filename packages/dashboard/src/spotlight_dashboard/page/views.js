@@ -288,7 +288,14 @@ const AXIS_NAMES = {
   hours: "hours of work",
   usd: "dollars spent",
 };
-const curveChoice = { axis: "iteration", smoothing: 0, others: new Set(), means: false, chosen: null, filter: "" };
+const curveChoice = {
+  axis: "iteration",
+  smoothing: 0,
+  others: new Set(),
+  means: false,
+  chosen: null,
+  filter: "",
+};
 
 function curvesView(place, { run, runs }) {
   const choice = curveChoice;

@@ -6,7 +6,7 @@ import importlib
 import io
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,8 +15,9 @@ from typing import Any
 
 from spotlight.store.images import drawn_iterations
 from spotlight.store.metrics import SAMPLES_TRAINED, WALL_S, FinalTable, MetricsRow, read_metrics
+from spotlight.store.picture_names import TRAINING
 from spotlight.store.run_directory import RunPaths
-from spotlight.store.shown_media import shown_media
+from spotlight.store.shown_media import ShownMedia, shown_media
 from spotlight_rewards.base.file_errors import StoreError
 from spotlight_rewards.base.files import lasting_id
 
@@ -75,6 +76,9 @@ class Trackio:
         for iteration in drawn_iterations(paths):
             if iteration < resume_at:
                 self.pictures(iteration)
+        for iteration in drawn_iterations(paths, TRAINING):
+            if iteration < resume_at:
+                self.training_pictures(iteration, shown_media(paths, iteration, TRAINING))
 
     @staticmethod
     def check() -> None:
@@ -86,14 +90,17 @@ class Trackio:
         self._log({**values, SAMPLES_TRAINED: row.samples_trained, WALL_S: row.wall_s}, row.iteration)
 
     def pictures(self, iteration: int) -> None:
+        self.training_pictures(iteration, shown_media(self._paths, iteration))
+
+    def training_pictures(self, iteration: int, shown: Sequence[ShownMedia]) -> None:
         kinds = {"png": self._trackio.Image, "jpeg": self._trackio.Image, "gif": self._trackio.Video}
         with TemporaryDirectory() as folder:
-            shown = {
-                f"pictures/{each.name}": kinds[each.kind](each.write_to(Path(folder)), caption=each.caption)
-                for each in shown_media(self._paths, iteration)
+            media = {
+                each.tag: kinds[each.kind](each.write_to(Path(folder)), caption=each.caption)
+                for each in shown
             }
-            if shown:
-                self._log(shown, iteration)  # copies the files
+            if media:
+                self._log(media, iteration)  # copies the files
 
     def table(self, iteration: int, table: FinalTable) -> None:
         rows = [list(row) for row in table.rows]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
@@ -20,10 +20,13 @@ from spotlight.store.metrics import (
     MetricsRow,
     read_metrics,
 )
+from spotlight.store.picture_names import TRAINING
 from spotlight.store.run_directory import RunPaths
-from spotlight.store.shown_media import shown_media
+from spotlight.store.shown_media import ShownMedia, shown_media
 from spotlight_rewards.base.file_errors import StoreError
 from spotlight_rewards.base.files import lasting_id
+
+_OF_TRAINING = "training pictures"
 
 
 def require_wandb() -> ModuleType:
@@ -79,18 +82,23 @@ class WeightsAndBiases:
         self._log(kind, row.iteration, {**row.values, **progress})
 
     def pictures(self, iteration: int) -> None:
-        if self._entry("pictures", iteration) in self._logged:  # reading them takes a while
-            return
+        if self._entry("pictures", iteration) not in self._logged:  # reading them takes a while
+            self._show("pictures", iteration, shown_media(self._paths, iteration))
+
+    def training_pictures(self, iteration: int, shown: Sequence[ShownMedia]) -> None:
+        self._show(_OF_TRAINING, iteration, shown)
+
+    def _show(self, kind: str, iteration: int, shown: Sequence[ShownMedia]) -> None:
         with TemporaryDirectory() as folder:
-            shown = {
-                f"pictures/{each.name}": (
+            media = {
+                each.tag: (
                     self._wandb.Video(each.write_to(Path(folder)), caption=each.caption, format="gif")
                     if each.kind == "gif"
                     else self._wandb.Image(each.write_to(Path(folder)), caption=each.caption)
                 )
-                for each in shown_media(self._paths, iteration)
+                for each in shown
             }
-            self._log("pictures", iteration, shown)  # copies the files
+            self._log(kind, iteration, media)  # copies the files
 
     def table(self, iteration: int, table: FinalTable) -> None:
         rows = [list(row) for row in table.rows]
@@ -107,12 +115,15 @@ class WeightsAndBiases:
         for row in read_metrics(self._paths.path):
             rows[row.iteration].append(row)
         drawn = set(drawn_iterations(self._paths))
-        for iteration in sorted({*rows, *drawn}):  # W&B drops what comes for an earlier step
+        trained = set(drawn_iterations(self._paths, TRAINING))
+        for iteration in sorted({*rows, *drawn, *trained}):  # W&B drops what comes for an earlier step
             if iteration < resume_at:
                 for row in rows[iteration]:
                     self.write(row)
                 if iteration in drawn:
                     self.pictures(iteration)
+                if iteration in trained and self._entry(_OF_TRAINING, iteration) not in self._logged:
+                    self.training_pictures(iteration, shown_media(self._paths, iteration, TRAINING))
 
     def _entry(self, kind: str, iteration: int) -> str:
         return f"{self._there} {kind} {iteration}"

@@ -1,4 +1,4 @@
-"""The pictures of evaluations: the same prompts and seeds at every one, with the scores of each."""
+"""Pictures with scores: of evaluations, the same prompts and seeds at every one, and of training groups."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from spotlight.store.images import drawn_iterations, read_tile_note
+from spotlight.store.images import TileNote, drawn_iterations, read_tile_note
 from spotlight.store.ledger import ledger_queries as queries
-from spotlight.store.picture_names import tile_path, tiles_of
+from spotlight.store.picture_names import TILES, TRAINING, tile_path, tiles_of
 from spotlight.store.store_errors import LedgerError
 from spotlight_dashboard.figures import Json, finite
 from spotlight_dashboard.run_folders import RunFolder
@@ -18,6 +18,8 @@ from spotlight_dashboard.run_folders import RunFolder
 PICTURE_BYTES_MAX = 256 << 20
 """Of a file; videos are pictures, too."""
 _CAPTION_MAX = 20_000
+FOLDERS = {"picture": TILES, "training": TRAINING}
+"""By kind, as the page names it in a picture's address."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +31,33 @@ class _ScoredPicture:
 
 
 def gallery(run: RunFolder) -> Json:
-    """The evaluations that have pictures, ascending."""
-    return {"iterations": drawn_iterations(run.paths)}
+    """The evaluations, and the iterations of training, that have pictures, ascending."""
+    return {
+        "iterations": drawn_iterations(run.paths),
+        "training": drawn_iterations(run.paths, TRAINING),
+    }
+
+
+def training_pictures(run: RunFolder, iteration: int) -> Json:
+    """Best and worst of a few of an iteration's groups, in turn, with all scores; an index may be missing."""
+    return {
+        "iteration": iteration,
+        "pictures": [
+            {
+                "index": index,
+                "caption": note.caption[:_CAPTION_MAX],
+                "score": finite(note.score),
+                "rollout": note.rollout or None,
+                "scores": {name: finite(value) for name, value in note.scores.items()},
+            }
+            for index, note in _notes(run, iteration, TRAINING)
+        ],
+    }
 
 
 def pictures(run: RunFolder, iteration: int) -> Json:
     """One evaluation's pictures in the grid's order, with scores, seed and tag of the sample where known."""
-    notes = [
-        (int(path.stem.rpartition("-")[2]), note)
-        for path in tiles_of(run.paths, iteration)
-        if run.readable(path) and (note := read_tile_note(path)) is not None
-    ]
+    notes = _notes(run, iteration)
     rollouts = _evaluated(run, iteration)
     found: list[Json] = []
     met: dict[str, int] = defaultdict(int)
@@ -65,14 +83,23 @@ def pictures(run: RunFolder, iteration: int) -> Json:
     return {"iteration": iteration, "pictures": found}
 
 
-def picture_file(run: RunFolder, iteration: int, index: int) -> Path | None:
+def picture_file(run: RunFolder, iteration: int, index: int, folder: str = TILES) -> Path | None:
     """The file of one picture, of those within the run's directory."""
-    return run.readable(tile_path(run.paths, iteration, index))
+    return run.readable(tile_path(run.paths, iteration, index, folder))
 
 
-def picture(run: RunFolder, iteration: int, index: int) -> bytes | None:
+def picture(run: RunFolder, iteration: int, index: int, folder: str = TILES) -> bytes | None:
     """What :func:`picture_file` holds; None if there is none."""
-    return run.file(tile_path(run.paths, iteration, index), PICTURE_BYTES_MAX)
+    return run.file(tile_path(run.paths, iteration, index, folder), PICTURE_BYTES_MAX)
+
+
+def _notes(run: RunFolder, iteration: int, folder: str = TILES) -> list[tuple[int, TileNote]]:
+    """An iteration's pictures by index."""
+    return [
+        (int(path.stem.rpartition("-")[2]), note)
+        for path in tiles_of(run.paths, iteration, folder)
+        if run.readable(path) and (note := read_tile_note(path)) is not None
+    ]
 
 
 def _evaluated(run: RunFolder, iteration: int) -> dict[str, list[_ScoredPicture]]:
