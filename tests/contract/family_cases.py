@@ -15,6 +15,7 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from diffusers.pipelines.flux import pipeline_flux_kontext
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
 from diffusers.utils import load_image
 
@@ -28,11 +29,31 @@ from spotlight.testing.family_contract import FamilyCase, Setting, call_video_pi
 VARIANTS = range(4)
 
 
-def instructions(prompts: Sequence[str], negative: str = " ") -> Sequence[Instruction]:
+def instructions(
+    prompts: Sequence[str], negative: str = " ", size: MediaSize | None = None
+) -> Sequence[Instruction]:
     """About one picture or, with an even number of words, about two: their shapes differ in a batch."""
     return [
-        Instruction(prompt, PICTURES[: 1 + (len(prompt.split()) % 2 == 0)], negative) for prompt in prompts
+        Instruction(prompt, PICTURES[: 1 + (len(prompt.split()) % 2 == 0)], negative, size or _EDITED)
+        for prompt in prompts
     ]
+
+
+def about_a_picture(
+    prompts: Sequence[str], negative: str = " ", size: MediaSize | None = None
+) -> Sequence[Instruction]:
+    """About one of two pictures of other shapes, by the number of words."""
+    return [
+        Instruction(prompt, (PICTURES[len(prompt.split()) % 2],), negative, size or _EDITED)
+        for prompt in prompts
+    ]
+
+
+def animations(
+    prompts: Sequence[str], negative: str = " ", size: MediaSize | None = None
+) -> Sequence[Instruction]:
+    """As :func:`about_a_picture`, for videos."""
+    return about_a_picture(prompts, negative, size or _VIDEO)
 
 
 def _parts_but_the_processor(directory: Path) -> dict[str, Any]:
@@ -41,7 +62,7 @@ def _parts_but_the_processor(directory: Path) -> dict[str, Any]:
     return {
         name: getattr(importlib.import_module(entry[0]), entry[1]).from_pretrained(directory / name)
         for name, entry in index.items()
-        if isinstance(entry, list) and name not in ("processor", "sample_sigmas")
+        if isinstance(entry, list) and entry[0] and name not in ("processor", "sample_sigmas")
     }
 
 
@@ -62,25 +83,32 @@ def load_qwen_image_edit(directory: Path) -> Any:
     )
 
 
-def call_qwen_image_edit(
-    pipe: Any, family: ModelFamily, latents: torch.Tensor, setting: Setting
-) -> np.ndarray:
-    """One prompt at a time: the pipeline takes no more."""
-    pictures = [
+def load_wan_i2v(directory: Path) -> Any:
+    """Without torchvision."""
+    settings = json.loads((directory / "model_index.json").read_text())
+    own = {key: settings[key] for key in ("boundary_ratio", "expand_timesteps") if key in settings}
+    return diffusers.WanImageToVideoPipeline(**_parts_but_the_processor(directory), **own)
+
+
+def call_with_pictures(pipe: Any, family: ModelFamily, latents: torch.Tensor, setting: Setting) -> np.ndarray:
+    """One prompt at a time: the pipelines take no pictures for each of several."""
+    inputs = CASES[family.name].inputs(setting.prompts, setting.negative, setting.size)
+    made = [
         pipe(
-            [load_image(path) for path in instruction.references],
+            shown[0] if family.references_max == 1 else shown,
             prompt=instruction.text,
             negative_prompt=setting.negative if setting.scale > 1 else None,
-            height=setting.size.height,
-            width=setting.size.width,
             num_inference_steps=setting.steps,
             latents=row[None],
             output_type="np",
+            **({"max_sequence_length": family.max_text_tokens} if family.cuts_prompts else {}),
+            **family.size_arguments(setting.size.height, setting.size.width, setting.size.frames),
             **family.call_arguments(setting.scale, setting.embedded),
-        ).images[0]
-        for instruction, row in zip(instructions(setting.prompts), latents, strict=True)
+        )
+        for instruction, row in zip(inputs, latents, strict=True)
+        for shown in [[load_image(path) for path in instruction.references]]
     ]
-    return np.stack(pictures)[:, None]
+    return np.stack([each.frames[0] if family.video else each.images[0][None] for each in made])
 
 
 def call_qwen_image_21(pipe: Any, family: ModelFamily, latents: torch.Tensor, setting: Setting) -> np.ndarray:
@@ -124,6 +152,7 @@ def call_flux2_klein(pipe: Any, family: ModelFamily, latents: torch.Tensor, sett
 # Both sides read references at these sizes; the real ones, 384² and 1024², take minutes.
 pipeline_qwenimage_edit_plus.CONDITION_IMAGE_SIZE = 112 * 112
 pipeline_qwenimage_edit_plus.VAE_IMAGE_SIZE = 96 * 96
+pipeline_flux_kontext.PREFERRED_KONTEXT_RESOLUTIONS = [(64, 96), (96, 64), (160, 64)]
 PICTURES = tuple(
     str(Path(__file__).parents[2] / "examples" / "prompts" / "pictures" / name)
     for name in ("house.png", "tree.png")
@@ -159,7 +188,7 @@ CASES: Mapping[str, FamilyCase] = {
                 Setting(MediaSize(96, 32), 3, scale=1.5, negative="a green square, blurred"),
             ),
             max_text_tokens=256,
-            call=call_qwen_image_edit,
+            call=call_with_pictures,
             load=load_qwen_image_edit,
             inputs=instructions,
             unused=r"blocks\.1\.(txt_mlp|attn\.(add_q_proj|to_add_out|norm_added_q))",
@@ -174,6 +203,19 @@ CASES: Mapping[str, FamilyCase] = {
                 Setting(MediaSize(48, 16), 3, scale=1.5, embedded=6.0, negative="a green square, blurred"),
             ),
             max_text_tokens=24,
+            wide={"num_layers": 2, "num_single_layers": 4, "axes_dims_rope": (16, 24, 24), **_WIDE},
+        ),
+        FamilyCase(
+            "flux-kontext",
+            _EDITED,
+            (
+                Setting(_EDITED, 1, embedded=2.5),
+                Setting(_EDITED, 12, scale=3.0, embedded=1.0),
+                Setting(MediaSize(96, 32), 3, scale=1.5, embedded=6.0, negative="a green square, blurred"),
+            ),
+            max_text_tokens=24,
+            call=call_with_pictures,
+            inputs=about_a_picture,
             wide={"num_layers": 2, "num_single_layers": 4, "axes_dims_rope": (16, 24, 24), **_WIDE},
         ),
         FamilyCase(
@@ -224,6 +266,22 @@ CASES: Mapping[str, FamilyCase] = {
             call=call_video_pipeline,
             wide={"num_layers": 16, "ffn_dim": 1024, **_WIDE},  # ratios of published models: 2.7 to 5.8
             first=(2, 3),  # two transformers, and a noise level per token
+            trained=(0, 2, 3),
+        ),
+        FamilyCase(
+            "wan-i2v",
+            _VIDEO,
+            (
+                Setting(_PICTURE, 1),
+                Setting(_VIDEO, 10, scale=5.0, negative="a green square, blurred"),
+                Setting(MediaSize(48, 32, frames=9), 3, scale=1.5),
+            ),
+            max_text_tokens=512,
+            call=call_with_pictures,
+            load=load_wan_i2v,
+            inputs=animations,
+            wide={"num_layers": 16, "ffn_dim": 1024, **_WIDE},
+            first=(0, 3),  # with an image encoder, and a noise level per token
             trained=(0, 2, 3),
         ),
         FamilyCase(

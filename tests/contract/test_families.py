@@ -129,9 +129,9 @@ def test_published_models_have_the_published_number_of_parameters(
     published = FAMILIES.load(name).published[model]
     parameters = 0
     for component, config in published.configs.items():
-        with torch.device("meta"):
-            built = getattr(diffusers, str(config["_class_name"])).from_config(dict(config))
         if component.startswith("transformer"):
+            with torch.device("meta"):
+                built = getattr(diffusers, str(config["_class_name"])).from_config(dict(config))
             parameters += sum(parameter.numel() for parameter in built.parameters())
     difference = abs(parameters / published.parameters - 1)
     record_property(f"{name}/parameters", difference)
@@ -234,7 +234,8 @@ def test_one_step_equals_that_of_a_plain_loop(
     assert relative <= PLAIN_TOLERANCE
 
 
-COMFYUI_NAMES = {"wan": r"diffusion_model\.blocks\.\d+\.((self|cross)_attn\.[qkvo]|ffn\.[02])"}
+WAN_NAMES = r"diffusion_model\.blocks\.\d+\.((self|cross)_attn\.[qkvo]|ffn\.[02])"
+COMFYUI_NAMES = {"wan": WAN_NAMES, "wan-i2v": WAN_NAMES}
 """Where they are not diffusers'."""
 
 
@@ -394,7 +395,10 @@ def test_a_transformer_from_a_peer_is_the_one_on_disk(
         for key, target in targets.items():
             target.copy_(weights[key])
     setting = Setting(CASES[name].size, steps=2, embedded=here.embedded_guidance)
-    assert np.array_equal(draw(here, CASES[name], setting)[1], draw(there, CASES[name], setting)[1])
+    # Equal weights at other addresses may be multiplied with another rounding.
+    assert (
+        np.abs(draw(here, CASES[name], setting)[1] - draw(there, CASES[name], setting)[1]).max() < TOLERANCE
+    )
 
 
 @pytest.mark.slow  # four processes load everything

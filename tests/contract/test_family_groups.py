@@ -33,7 +33,7 @@ def group(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Work
     model = Model(tmp_path / "pipeline", tmp_path / "cache", name, case.max_text_tokens)
     size = case.size.height, case.size.width, case.size.frames
     work = Work((0, 1, 2), size=size, embedded=family.embedded_guidance)
-    if family.reference_tokens:  # of their real size here: 1,024 tokens each
+    if family.references_max:  # of their real size here: 1,024 tokens each
         model = replace(model, max_text_tokens=512)
         work = replace(work, guidance=2.0, references=(PICTURES[:1], PICTURES, PICTURES[:1]))
     workers = Workers(model, count=4)

@@ -121,10 +121,12 @@ COMFYUI: Mapping[str, Rules | None] = {
     "qwen-image": None,  # its code has diffusers' names
     "qwen-image-edit": None,
     "flux": {**double(GELU, ("0", "2")), **SINGLE},
+    "flux-kontext": {**double(GELU, ("0", "2")), **SINGLE},
     "flux2-klein": FLUX2,
     "sd3": SD3,
     "z-image": z_image("qkv", "out"),
     "wan": WAN,
+    "wan-i2v": WAN,
     "hunyuan-video": hunyuan(".", ("0", "2")),
 }
 KOHYA = {**COMFYUI, "z-image": z_image("", "to_out.0"), "hunyuan-video": hunyuan("_", ("fc1", "fc2"))}

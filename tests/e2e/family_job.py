@@ -28,7 +28,7 @@ def family_job(folder: Path, name: str, variant: int) -> tuple[Job, list[str]]:
         "evaluation.prompts=1",
         "learner.micro_batch_size=1",
     ]
-    if family.reference_tokens:
+    if family.references_max:
         path = _with_references(folder)
         settings += [f"data.train={path}", f"data.test={path}", "model.max_text_tokens=512"]
     if family.embedded_guidance is not None:

@@ -100,6 +100,10 @@ def test_a_changed_run_that_was_killed_equals_one_that_was_not(job: Job, begun: 
         assert report.course == (WORDS,)
         assert report.counts.trained == 2 * 6 + 2 * 8
     assert WORDS in card_text(read_run(run), [], [])
+    compared = CliRunner().invoke(
+        app, ["compare", str(run), "--curve", "rollout/reward"], env={"COLUMNS": "200"}
+    )
+    assert f"{run.name} {WORDS}" in compared.output
     with closing(sqlite3.connect(run / "ledger.sqlite")) as ledger, ledger:
         ledger.execute("UPDATE course_changes SET now = '5' WHERE key = 'rollout.group_size'")
     assert {each.check for each in audit_run(run).violations} == {"course"}

@@ -149,6 +149,32 @@ def test_curves_of_seeds_are_drawn_as_their_mean(browser: Browser, tmp_path: Pat
         assert drawn == ["seed-0 +1"]
 
 
+def test_a_price_of_one_point_is_a_line_and_no_legend_covers_a_title(
+    browser: Browser, tmp_path: Path
+) -> None:
+    paths = make_run(tmp_path / "wild")
+    for name in ("a-run", "another-run", "a-third-run"):
+        make_run(tmp_path / name)
+    with closing(sqlite3.connect(paths.ledger)) as ledger, ledger:
+        ledger.execute("UPDATE attempt_workers SET left_at = joined_at + 1 WHERE worker LIKE 'spot-%'")
+    with served(tmp_path) as address, watched(browser) as page:
+        open_view(page, address, "cluster")
+        page.wait_for_selector(".js-plotly-plot")
+        drawn = page.evaluate(
+            "document.querySelector('.js-plotly-plot').data.map((each) => [each.x, each.y])"
+        )
+        assert all(len(x) >= 2 and x[0] != x[1] and y[0] == y[1] for x, y in drawn)
+        open_view(page, address, "curves")
+        for name in ("a-run", "another-run", "a-third-run"):
+            page.get_by_role("checkbox", name=name, exact=True).check()
+        page.locator(".js-plotly-plot .legend .traces").nth(3).wait_for()
+        title = page.locator(".js-plotly-plot .gtitle").first.bounding_box()
+        legend = page.locator(".js-plotly-plot .legend").first.bounding_box()
+        assert title
+        assert legend
+        assert legend["y"] >= title["y"] + title["height"]
+
+
 def test_a_token_lets_a_browser_in(browser: Browser, place: Path) -> None:
     with served(place) as address, watched(browser) as page:
         page.goto(f"{address}/?token=wrong#/wild/log")

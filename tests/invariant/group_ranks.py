@@ -135,7 +135,10 @@ class Worker:
 
     def start(self, work: Work) -> None:
         """The rollouts at pure noise, in the leader; followers get them from it."""
-        inputs = [model_input(*each, " ") for each in zip(PROMPTS, work.references, strict=True)]
+        inputs = [
+            model_input(*each, " ", MediaSize(*work.size))
+            for each in zip(PROMPTS, work.references, strict=True)
+        ]
         conditions = self.family.encode([inputs[seed % 3] for seed in work.seeds])
         rollouts = [
             Rollout(RolloutId(f"r{s}"), work.purpose, 3, PromptId(f"p{s % 3}"), s, s, STEPS, PolicyVersion(2))

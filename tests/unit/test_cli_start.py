@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import resource
@@ -16,7 +17,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 from typer.testing import CliRunner
 
-from spotlight.cli.main import app
+from spotlight.cli.main import app, prepare_process
 from spotlight.cli.runs.generate import slug
 
 COMMANDS = (
@@ -68,6 +69,16 @@ def test_threads_of_torch_wait_asleep_unless_the_environment_says_how(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment
     )
     assert f"GOMP_SPINCOUNT = '{found}'" in result.stderr  # as the library reads it
+
+
+def test_transformers_does_not_say_of_every_processor_what_changes_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    prepare_process()
+    log = logging.getLogger("transformers.utils.import_utils")
+    log.warning("Qwen2VLImageProcessor requires torchvision, which is not installed")
+    log.warning("another")
+    assert [record.getMessage() for record in caplog.records] == ["another"]
 
 
 def test_processes_of_a_command_print_whatever_the_encoding() -> None:

@@ -109,6 +109,15 @@ def compare(*arguments: str) -> str:
     return result.output
 
 
+def test_texts_are_no_markup(runs: Path) -> None:
+    strange = runs / "[bold]c [red]"
+    shutil.copytree(runs / "b-0", strange)
+    try:
+        assert "[bold]c [red]" in compare(str(runs / "a-0"), str(strange))
+    finally:
+        shutil.rmtree(strange)
+
+
 def test_a_table_says_what_was_reached_when_and_what_differs(runs: Path) -> None:
     output = compare(*(str(runs / name) for name in ("a-0", "a-1", "b-0")))
     lines = output.splitlines()

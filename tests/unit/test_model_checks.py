@@ -152,7 +152,8 @@ def test_previews_of_another_number_of_steps_are_refused_too(
             ("/cat.png",),
             r"found /cat\.png; expected none, .*qwen-image draws",
         ),
-        ("qwen-image-edit", (), r"references of the prompt 'a cat': found none; .*edits pictures"),
+        ("qwen-image-edit", (), r"references of the prompt 'a cat': found none; .*draws from a picture"),
+        ("flux-kontext", ("/cat.png",) * 2, r"found 2; expected at most 1, .*flux-kontext reads"),
     ],
 )
 def test_reference_pictures_are_for_families_that_edit(

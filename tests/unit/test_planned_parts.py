@@ -162,6 +162,9 @@ def test_a_subset_learns_as_measured_and_replaces_previews() -> None:
     with pytest.raises(ConfigError, match=r"train_samples: found 8; expected null with all_spot\+subset"):
         load_scenario("paper-512", ["workload.train_samples=8", "strategies=[all_spot+subset]"])
     assert "subset" not in load_scenario("paper-512", ["workload.train_samples=8"]).usable_parts
+    with pytest.raises(ConfigError, match=r"group_size: found 3; expected 4 or more with all_spot\+subset"):
+        load_scenario("paper-512", ["workload.group_size=3", "strategies=[all_spot+subset]"])
+    assert "subset" not in load_scenario("paper-512", ["workload.group_size=3"]).usable_parts
     for name, expected in (
         ("spot_checkpoints+subset", "runs here"),
         ("disaggregated+slices+subset", "one of"),

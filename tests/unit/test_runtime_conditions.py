@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from spotlight.models.condition import Condition
 from spotlight.models.family import ModelFamily
+from spotlight.models.media import MediaSize
 from spotlight.training.batching.conditions import Conditions
 from spotlight.training.sharding import Ranks
 from spotlight_rewards.base.prompts import Prompt, PromptId
@@ -57,7 +58,7 @@ def two_ranks(rank: int, missing: list[int]) -> Ranks:
 
 def test_what_is_cached_is_neither_read_nor_embedded_again() -> None:
     family = Family(set(TEXTS))
-    Conditions(family.as_family, PROMPTS, NEGATIVE, kept_bytes=1 << 20).prefill(Ranks())
+    Conditions(family.as_family, PROMPTS, NEGATIVE, MediaSize(32, 32), kept_bytes=1 << 20).prefill(Ranks())
     assert family.read == []
     assert family.loaded == 0
 
@@ -66,24 +67,28 @@ def test_ranks_embed_a_share_each_of_what_is_missing() -> None:
     cache = {TEXTS[0]}
     ranks = [Family(cache), Family(cache)]
     missing = [TEXTS.index(text) for text in ranks[0].not_embedded(TEXTS)]
-    second = Conditions(ranks[1].as_family, PROMPTS, NEGATIVE, kept_bytes=1 << 20)
+    second = Conditions(ranks[1].as_family, PROMPTS, NEGATIVE, MediaSize(32, 32), kept_bytes=1 << 20)
     # The second rank is ahead: it must not take what is the first's, nor the first embed it again.
     ranks[1].not_embedded = lambda prompts: list(prompts) if len(prompts) < 3 else []  # type: ignore[method-assign]
     second.prefill(two_ranks(1, missing))
     assert ranks[1].embedded == [TEXTS[2], TEXTS[4]]
-    Conditions(ranks[0].as_family, PROMPTS, NEGATIVE, kept_bytes=1 << 20).prefill(two_ranks(0, missing))
+    Conditions(ranks[0].as_family, PROMPTS, NEGATIVE, MediaSize(32, 32), kept_bytes=1 << 20).prefill(
+        two_ranks(0, missing)
+    )
     assert ranks[0].embedded == [TEXTS[1], TEXTS[3]]
 
 
 def test_a_rank_with_a_cache_of_its_own_embeds_what_it_lacks() -> None:
     family = Family(set())
-    Conditions(family.as_family, PROMPTS, NEGATIVE, kept_bytes=1 << 20).prefill(two_ranks(1, list(range(5))))
+    Conditions(family.as_family, PROMPTS, NEGATIVE, MediaSize(32, 32), kept_bytes=1 << 20).prefill(
+        two_ranks(1, list(range(5)))
+    )
     assert sorted(family.embedded) == TEXTS
 
 
 def test_a_cache_that_lost_prompts_costs_one_load_and_keeps_no_encoder() -> None:
     family = Family(set())
-    conditions = Conditions(family.as_family, PROMPTS, NEGATIVE, kept_bytes=1 << 20)
+    conditions = Conditions(family.as_family, PROMPTS, NEGATIVE, MediaSize(32, 32), kept_bytes=1 << 20)
     wanted = [PROMPTS[3].id, PROMPTS[1].id, PROMPTS[3].id]
     assert [float(each["embeds"]) for each in conditions.of(wanted)] == [3, 1, 3]
     assert (family.loaded, family._in_memory) == (1, False)
@@ -101,7 +106,9 @@ def test_the_embeddings_used_last_are_kept_within_a_number_of_bytes(
     used: list[list[Prompt]], kept: int
 ) -> None:
     family = Family(set(TEXTS))
-    conditions = Conditions(family.as_family, PROMPTS, NEGATIVE, kept_bytes=kept * 4 + 3)  # 4 bytes each
+    conditions = Conditions(
+        family.as_family, PROMPTS, NEGATIVE, MediaSize(32, 32), kept_bytes=kept * 4 + 3
+    )  # 4 bytes each
     recent: list[Prompt] = []
     for prompts in used:
         family.read.clear()

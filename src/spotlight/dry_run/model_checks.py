@@ -87,7 +87,8 @@ def require_prompts(config: RunConfig, prompts: Prompts) -> None:
 
 
 def require_references(config: RunConfig, references: Sequence[str], prompt: str = "") -> None:
-    """Refuse reference pictures where the family takes none, and a prompt without any where it edits them.
+    """Refuse reference pictures where the family takes none or fewer, and a prompt without any where it takes
+    some.
 
     Args:
         prompt: whose they are, for the error; empty: they were given with the command.
@@ -95,13 +96,18 @@ def require_references(config: RunConfig, references: Sequence[str], prompt: str
     Raises:
         ModelError: see above.
     """
-    takes = family_of(config).reference_tokens > 0
-    if takes is bool(references):
+    most = family_of(config).references_max
+    if bool(most) is bool(references) and len(references) <= most:
         return
     where = f"references of the prompt {prompt!r}" if prompt else "--reference"
-    if takes:
+    if references and most:
         raise ModelError(
-            f"{where}: found none; model.family={config.model.family} edits pictures: name at least one"
+            f"{where}: found {len(references)}; expected at most {most:g}, which is all that "
+            f"model.family={config.model.family} reads. Leave out the others"
+        )
+    if most:
+        raise ModelError(
+            f"{where}: found none; model.family={config.model.family} draws from a picture: name one"
             + (', as in {"prompt": "...", "references": ["cat.png"]}' if prompt else "")
         )
     raise ModelError(

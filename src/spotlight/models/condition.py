@@ -11,6 +11,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
+from spotlight.models.media import MediaSize
 from spotlight_files.model_errors import ModelError
 
 EMBEDS, NEGATIVE_EMBEDS = "embeds", "negative_embeds"
@@ -18,6 +19,10 @@ EMBEDS, NEGATIVE_EMBEDS = "embeds", "negative_embeds"
 
 REFERENCES, GRIDS = "references", "grids"
 """Packed latents of a condition's reference pictures, one after another; rows and columns of each."""
+FIRST_FRAME, SEEN = "first_frame", "seen"
+"""Latents of a picture as the first frame, which are no tokens; and what the text encoders see in it."""
+OF_PICTURES = (REFERENCES, GRIDS, FIRST_FRAME, SEEN)
+"""What a prompt and its negative prompt share: what their reference pictures are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,20 +32,22 @@ class Instruction:
     Attributes:
         references: paths of the pictures.
         negative: the negative prompt, which is about the same pictures.
+        size: of what is made.
     """
 
     text: str
     references: tuple[str, ...]
     negative: str
+    size: MediaSize
 
 
 ModelInput: TypeAlias = str | Instruction
 """What a family embeds: a prompt's text, or an instruction about reference pictures."""
 
 
-def model_input(text: str, references: Sequence[str], negative: str) -> ModelInput:
-    """Of a prompt; the negative prompt matters where there are reference pictures."""
-    return Instruction(text, tuple(references), negative) if references else text
+def model_input(text: str, references: Sequence[str], negative: str, size: MediaSize) -> ModelInput:
+    """Of a prompt; the negative prompt and the size matter where there are reference pictures."""
+    return Instruction(text, tuple(references), negative, size) if references else text
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,8 +55,8 @@ class Condition:
     """What one prompt adds to a forward, without batch dimension or padding.
 
     Attributes:
-        tensors: by the family's names: sequences [tokens, width], or vectors [width] (pooled embeddings).
-            Sequences of integers are no tokens (positions).
+        tensors: by the family's names: sequences [tokens, width], vectors [width] (pooled embeddings), or
+            latents [frames, rows, columns, channels]. These and sequences of integers are no tokens.
         checksum: of the stored value that they are; None: they are not stored.
     """
 
@@ -65,14 +72,19 @@ class Condition:
         return sum(
             tensor.shape[0]
             for name, tensor in self.tensors.items()
-            if tensor.ndim > 1 and tensor.is_floating_point() and name != NEGATIVE_EMBEDS
+            if tensor.ndim == 2 and tensor.is_floating_point() and name != NEGATIVE_EMBEDS
         )
 
-    @property
-    def negative(self) -> Condition | None:
-        """Of the negative prompt about the same reference pictures; None: it is the same for all prompts."""
-        embeds = self.tensors.get(NEGATIVE_EMBEDS)
-        return None if embeds is None else Condition({**self.tensors, EMBEDS: embeds})
+    def negative(self, common: Condition) -> Condition:
+        """Of the negative prompt about the same reference pictures.
+
+        Args:
+            common: of the negative prompt about none.
+        """
+        own = {name: self.tensors[name] for name in OF_PICTURES if name in self.tensors}
+        if (embeds := self.tensors.get(NEGATIVE_EMBEDS)) is not None:
+            own[EMBEDS] = embeds
+        return Condition({**common.tensors, **own})
 
     def to(self, device: torch.device | str) -> Condition:
         return Condition({name: tensor.to(device) for name, tensor in self.tensors.items()}, self.checksum)
@@ -128,7 +140,7 @@ def collate(
     """Pad and stack ``conditions`` on ``device``.
 
     Args:
-        shapes: expected of each tensor; of a sequence's, the number of tokens is free.
+        shapes: expected of each tensor, of which only a vector's size and the last are fixed.
         dtype: of floating-point tensors.
         owner: whose shapes these are, for the error.
 
@@ -196,8 +208,7 @@ def guidance_pass(model: nn.Module, name: str) -> AbstractContextManager[None]:
 
 def _fit(found: Mapping[str, Sequence[int]], shapes: Mapping[str, tuple[int, ...]]) -> bool:
     return found.keys() == shapes.keys() and all(
-        len(found[name]) == len(shape) and tuple(found[name][len(shape) > 1 :]) == shape[len(shape) > 1 :]
-        for name, shape in shapes.items()
+        len(found[name]) == len(shape) and found[name][-1] == shape[-1] for name, shape in shapes.items()
     )
 
 

@@ -105,7 +105,7 @@ class ModelFamily(FamilyTraits, ABC):
         text = {name: part for name, part in self.components.items() if not is_denoiser(name)}
         cache = EmbeddingsCache(
             root=embeddings_cache,
-            model=files.identity(*text, *(["vae"] if self.reference_tokens else [])),
+            model=files.identity(*text, *(["vae"] if self.references_max else [])),
             template=f"{self.pipeline_class}|{self.text_recipe}|{called_versions()}",
             max_tokens=max_text_tokens,
             dtype=dtype,
@@ -254,7 +254,7 @@ class ModelFamily(FamilyTraits, ABC):
         dimensions = self.dimensions
         if self.packed:
             return dimensions.tokens(size), dimensions.channels
-        channels: int = self.config.in_channels
+        channels: int = self.config.get("out_channels") or self.config.in_channels
         patch = math.isqrt(dimensions.channels // channels)
         frames = (dimensions.latent_frames(size),) if self.video else ()
         rows, columns = dimensions.grid(size)
@@ -269,8 +269,14 @@ class ModelFamily(FamilyTraits, ABC):
         return None
 
     @classmethod
+    def size_arguments(cls, height: int, width: int, frames: int) -> dict[str, object]:
+        """What the diffusers pipeline's call takes for a size."""
+        size: dict[str, object] = {"height": height, "width": width}
+        return size | {"num_frames": frames} if cls.video else size
+
+    @classmethod
     def call_arguments(cls, scale: float, embedded: float | None) -> dict[str, object]:
-        """What the diffusers pipeline's call takes for this guidance, besides ``negative_prompt``.
+        """What the same call takes for this guidance, besides ``negative_prompt``.
 
         Args:
             scale: of true guidance.
@@ -445,8 +451,8 @@ class ModelFamily(FamilyTraits, ABC):
         self._prompts.free()
 
     def negatives(self, conditions: Sequence[Condition], common: Condition) -> ConditionBatch:
-        """Of the negative prompt for each of ``conditions``, collated; ``common`` where it is no other's."""
-        return self.collate([condition.negative or common for condition in conditions])
+        """Of the negative prompt for each of ``conditions``, collated; ``common`` is that of no pictures."""
+        return self.collate([condition.negative(common) for condition in conditions])
 
     def collate(self, conditions: Sequence[Condition]) -> ConditionBatch:
         """Pad to the longest and move to the device, in the transformer's dtype.

@@ -173,6 +173,7 @@ def dimensions(
     patch_px: int,
     vae_width: int,
     layers: Sequence[str] = ("num_layers",),
+    latents: str = "in_channels",
     latents_per_token: int = 1,
     frames_per_latent: int = 1,
     unit_px: int | None = None,
@@ -182,11 +183,12 @@ def dimensions(
 
     Args:
         layers: keys of the numbers of blocks, which are added up.
+        latents: key of the number of channels of latents.
         latents_per_token: latents that the transformer itself makes a token of.
     """
     heads, per_head, channels = (
         config_integer(files, "transformer", key)
-        for key in ("num_attention_heads", "attention_head_dim", "in_channels")
+        for key in ("num_attention_heads", "attention_head_dim", latents)
     )
     return Dimensions(
         layers=sum(config_integer(files, "transformer", key) for key in layers),
@@ -241,6 +243,8 @@ class FamilyTraits:
     """As in the registry."""
     pipeline_class: ClassVar[str]
     """The ``_class_name`` in ``model_index.json``, a class of diffusers."""
+    other_pipelines: ClassVar[tuple[str, ...]] = ()
+    """Those of folders that it reads, too."""
     components: ClassVar[Mapping[str, PipelineComponent]]
     """Requirements per folder. All but transformers, VAE and scheduler are tokenizers and text encoders."""
     lora_targets: ClassVar[tuple[str, ...]]
@@ -282,9 +286,10 @@ class FamilyTraits:
     """Code that makes diffusers' ``pipe`` take the steps of :meth:`set_timesteps`, where it would not."""
     text_recipe: ClassVar[str] = ""
     """Whatever :meth:`embed` depends on besides diffusers' code, e.g. a prompt template."""
+    references_max: ClassVar[float] = 0
+    """Most reference pictures of a prompt, which needs one then; 0: it takes none."""
     reference_tokens: ClassVar[int] = 0
-    """For plans, tokens that a reference picture adds to a forward, if the family edits pictures: its prompts
-    are instructions about some. 0: it takes none."""
+    """For plans, tokens that a reference picture adds to a forward."""
     text_tokens_max: ClassVar[int] = 1024
     """Largest ``max_text_tokens``."""
     text_multiple: ClassVar[int] = 1
@@ -304,7 +309,7 @@ class FamilyTraits:
     ) -> PipelineFiles:
         """A pipeline's files, with ``components`` or all of them; raises :class:`ModelError`."""
         wanted = cls.components if components is None else components
-        return locate(path, revision, cls.pipeline_class, wanted, _of_another_family)
+        return locate(path, revision, (cls.pipeline_class, *cls.other_pipelines), wanted, _of_another_family)
 
     @classmethod
     def planned_text_tokens(cls, words: int, most: int) -> int:

@@ -44,7 +44,7 @@ def write_pipeline(family: type[FamilyTraits], directory: Path, seed: int, varia
     tokenizers: dict[str, Any] = {}
     for name, component in family.components.items():
         known = published.configs.get(name, {})
-        if component.optional and not known:
+        if component.optional and name not in {*published.configs, *tiny.changes}:
             index[name] = None, None
             continue
         config: dict[str, Any] = {**known, **tiny.changes.get(name, {})}
@@ -52,6 +52,8 @@ def write_pipeline(family: type[FamilyTraits], directory: Path, seed: int, varia
         files, number = config.pop("files", {}), re.sub("[a-z_]+", "", name)
         if name.startswith(("tokenizer", "processor")):
             part = tokenizers[number] = _tokenizer(kind, **config)
+        elif name.startswith("image"):
+            part = _image_part(kind, config)
         elif name.startswith("text_encoder"):
             part = _text_encoder(kind, tokenizers[number], **config)
         else:
@@ -249,6 +251,14 @@ def _text_encoder(
         config |= {**grouped, "tie_word_embeddings": True}
     cls = getattr(transformers, kind)
     return cls(cls.config_class(**config))
+
+
+def _image_part(kind: str, config: dict[str, Any]) -> Any:
+    """What shows a picture to an image encoder, or that encoder."""
+    import transformers
+
+    cls = getattr(transformers, kind)
+    return cls(cls.config_class(**config)) if hasattr(cls, "config_class") else cls(**config)
 
 
 def _vision_tokens(tokenizer: Any) -> dict[str, int]:

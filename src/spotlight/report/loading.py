@@ -61,7 +61,7 @@ def loading_snippet(
         loaded.append("torch_dtype=torch.bfloat16")
     if family.video:
         imports.append("from diffusers.utils import export_to_video")
-    if family.reference_tokens:
+    if family.references_max:
         imports.append("from diffusers.utils import load_image")
     lines = [*imports, f"pipe = {pipeline}.from_pretrained({', '.join(loaded)})"]
     lines += family.loading_lines
@@ -87,19 +87,19 @@ def _call(config: RunConfig, prompt: str | None) -> list[str]:
         prompt = TESTBEDS[config.model.path].example if config.model.path in TESTBEDS else _EXAMPLE_PROMPT
     embedded = family.embedded_guidance if rollout.embedded_guidance is None else rollout.embedded_guidance
     guidance = family.call_arguments(rollout.true_cfg_scale, embedded)
+    size = family.size_arguments(rollout.height, rollout.width, rollout.frames)
+    picture = f"load_image({_EXAMPLE_REFERENCE!r})"
+    shown = picture if family.references_max == 1 else f"[{picture}]"
     call = [
-        *([f"image=[load_image({_EXAMPLE_REFERENCE!r})]"] if family.reference_tokens else []),
+        *([f"image={shown}"] if family.references_max else []),
         f"prompt={prompt!r}",
-        f"height={rollout.height}",
-        f"width={rollout.width}",
+        *(f"{name}={value!r}" for name, value in size.items()),
         f"num_inference_steps={config.evaluation.steps}",
         *([f"max_sequence_length={config.model.max_text_tokens}"] if family.cuts_prompts else []),
         *(f"{name}={value!r}" for name, value in guidance.items()),
     ]
     if rollout.true_cfg_scale > 1:
         call.append(family.negative_argument(rollout.negative_prompt))
-    if family.video:
-        call.append(f"num_frames={rollout.frames}")
     return call
 
 

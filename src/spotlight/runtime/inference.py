@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from spotlight.config.load import load_dump
 from spotlight.config.schema import RunConfig
 from spotlight.config.sections.model import ModelConfig
+from spotlight.data.media_size import media_size
 from spotlight.dry_run.model_checks import require_references, require_supported
 from spotlight.models.condition import ModelInput, model_input
 from spotlight.models.experts import denoisers
@@ -306,7 +307,8 @@ class TrainedRun:
         )
 
     def _input(self, text: str, references: Sequence[str]) -> ModelInput:
-        return model_input(text, references, self.config.rollout.negative_prompt)
+        rollout = self.config.rollout
+        return model_input(text, references, rollout.negative_prompt, media_size(rollout))
 
     def _denoise(
         self,

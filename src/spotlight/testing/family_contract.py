@@ -94,7 +94,9 @@ def call_video_pipeline(
     return np.asarray(frames)
 
 
-def texts_alone(prompts: Sequence[str], negative: str = " ") -> Sequence[ModelInput]:
+def texts_alone(
+    prompts: Sequence[str], negative: str = " ", size: MediaSize | None = None
+) -> Sequence[ModelInput]:
     """What most families embed."""
     return list(prompts)
 
@@ -114,7 +116,7 @@ class FamilyCase:
         wide: changes to the transformer's configuration for a width of 256, 64 per head, and layers in the
             published proportions: its activations are compared with the plan's.
         unused: pattern of the parameters that no output of variant 0 depends on.
-        inputs: what the family embeds of prompts and a negative prompt.
+        inputs: what the family embeds of prompts, a negative prompt and a size, by default :attr:`size`.
         trained: variants that are trained, exported and split over ranks too; slow unless in ``first``.
     """
 
@@ -132,7 +134,7 @@ class FamilyCase:
 
     def guidance(self, family: ModelFamily, setting: Setting) -> Guidance:
         """A setting's guidance for ``family.velocity``."""
-        conditions = family.encode(self.inputs(PROMPTS, setting.negative))
+        conditions = family.encode(self.inputs(PROMPTS, setting.negative, setting.size))
         negative = family.negatives(conditions, family.encode([setting.negative])[0])
         return Guidance(setting.scale, negative, setting.embedded)
 
@@ -181,7 +183,9 @@ def draw(
         Rollout(RolloutId(f"r{i}"), Purpose.EVAL, 0, PromptId(f"p{i}"), 0, i, setting.steps, PolicyVersion(0))
         for i in range(len(PROMPTS))
     ]
-    states = engine.start(rollouts, family.encode(case.inputs(PROMPTS, setting.negative)), recipe)
+    states = engine.start(
+        rollouts, family.encode(case.inputs(PROMPTS, setting.negative, setting.size)), recipe
+    )
     results = engine.run(family.transformer if model is None else model, states)
     finals = [result.tensors.final for result in results if isinstance(result, FinishedRollout)]
     latents = torch.stack([state.latents for state in states])
@@ -230,7 +234,7 @@ def check_weights(loaded: LoadedFamily) -> None:
             family.transformer,
             latents,
             torch.full([len(PROMPTS)], 0.6),
-            family.collate(family.encode(loaded.case.inputs(PROMPTS))),
+            family.collate(family.encode(loaded.case.inputs(PROMPTS, " ", setting.size))),
             loaded.case.guidance(family, setting),
             setting.size,
         )

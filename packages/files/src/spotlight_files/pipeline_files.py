@@ -110,7 +110,7 @@ class PipelineFiles:
 def locate(
     path: str | Path,
     revision: str | None,
-    pipeline_class: str,
+    pipeline_classes: Sequence[str],
     components: Mapping[str, PipelineComponent],
     remedy: Callable[[object], str] = lambda _: "Name another path",
 ) -> PipelineFiles:
@@ -119,7 +119,7 @@ def locate(
     Args:
         path: a directory, or a hub id ``owner/name``.
         revision: branch, tag or commit of a hub id; None: its main branch.
-        pipeline_class: the ``_class_name`` expected in ``model_index.json``.
+        pipeline_classes: a ``_class_name`` expected in ``model_index.json``, the usual one first.
         components: requirements per folder.
         remedy: what to do about a pipeline of another class, by its ``_class_name``.
 
@@ -131,13 +131,13 @@ def locate(
     if not index_path.is_file():
         raise ModelError(
             f"{files.root} has no model_index.json: expected a diffusers pipeline directory (as written by "
-            f"{pipeline_class}.save_pretrained), found {_listing(files.root)}"
+            f"{pipeline_classes[0]}.save_pretrained), found {_listing(files.root)}"
         )
     index = read_json(index_path)
     found_class = index.get("_class_name")
-    if found_class != pipeline_class:
+    if found_class not in pipeline_classes:
         raise ModelError(
-            f"{index_path} describes a {found_class}; expected a {pipeline_class}. {remedy(found_class)}"
+            f"{index_path} describes a {found_class}; expected a {pipeline_classes[0]}. {remedy(found_class)}"
         )
     for name, component in components.items():
         _check_component(files, name, component)

@@ -107,11 +107,28 @@ class Flux(ModelFamily):
         embedded: float | None,
         size: MediaSize,
     ) -> Tensor:
-        """The guidance scale is an input; text has no positions."""
-        rows, columns = self.dimensions.grid(size)
-        ids = torch.zeros(rows, columns, 3, device=self.device, dtype=self.dtype)
+        """The guidance scale is an input."""
+        positions = self.positions(self.dimensions.grid(size))
+        return self.forward(model, latents, sigma, condition, embedded, positions)
+
+    def positions(self, grid: tuple[int, int], picture: int = 0) -> Tensor:
+        """[tokens, 3]: picture, row and column of each."""
+        rows, columns = grid
+        ids = torch.full([rows, columns, 3], picture, device=self.device, dtype=self.dtype)
         ids[..., 1] = torch.arange(rows, device=self.device)[:, None]
         ids[..., 2] = torch.arange(columns, device=self.device)
+        return ids.view(-1, 3)
+
+    def forward(
+        self,
+        model: nn.Module,
+        latents: Tensor,
+        sigma: Tensor,
+        condition: ConditionBatch,
+        embedded: float | None,
+        positions: Tensor,
+    ) -> Tensor:
+        """As :meth:`predict`, of tokens at ``positions``; text has none."""
         text = condition["embeds"]
         prediction: Tensor = model(
             hidden_states=latents,
@@ -119,8 +136,8 @@ class Flux(ModelFamily):
             guidance=None if embedded is None else torch.full_like(sigma, embedded),
             pooled_projections=condition["pooled"],
             encoder_hidden_states=text,
-            txt_ids=ids.new_zeros(text.shape[1], 3),
-            img_ids=ids.view(-1, 3),
+            txt_ids=positions.new_zeros(text.shape[1], 3),
+            img_ids=positions,
             return_dict=False,
         )[0]
         return prediction

@@ -35,13 +35,11 @@ from spotlight.models.family import (
 )
 from spotlight.models.family_facts import ActivationCosts, read_models
 from spotlight.models.shared.rows import by_kind
-from spotlight.models.text.prompt_encoder import read_reference
+from spotlight.models.text.references import open_reference
 from spotlight_files.pipeline_files import PipelineComponent
 
 _REFERENCE_PX, _PATCH_PX, _VISION_PATCH_PX = 1024, 16, 28
 _SEEN_PX = 384
-_RATIO_MAX = 200
-"""Of a reference's sides: the text encoder's processor takes no more."""
 _PICTURE = "<|image_pad|>"
 
 
@@ -85,6 +83,7 @@ class QwenImageEdit(QwenImage):
     )
     reuses_blocks = False  # rows with references of other shapes take forwards of their own
     cuts_prompts = False
+    references_max = math.inf
     reference_tokens = (_REFERENCE_PX // _PATCH_PX) ** 2 + (_SEEN_PX // _VISION_PATCH_PX) ** 2
     text_recipe = f"references at {_SEEN_PX} and {_REFERENCE_PX} px"
     published, tiny_models = read_models(__file__)
@@ -102,19 +101,21 @@ class QwenImageEdit(QwenImage):
 
     def embed(self, pipeline: Any, prompt: str) -> dict[str, Tensor]:
         """Without a reference picture, as of the run's negative prompt; prompts to draw need one."""
-        return self.embed_instruction(pipeline, Instruction(prompt, (), prompt))
+        return self._about(pipeline, prompt, prompt, ())
 
     def embed_instruction(self, pipeline: Any, instruction: Instruction) -> dict[str, Tensor]:
         """The pipeline's own embeddings, and its latents of the references."""
-        pictures = [_opened(path) for path in instruction.references]
-        embeds = self._text(pipeline, instruction.text, pictures)
-        same = instruction.negative == instruction.text
+        return self._about(pipeline, instruction.text, instruction.negative, instruction.references)
+
+    def _about(self, pipeline: Any, text: str, negative: str, references: Sequence[str]) -> dict[str, Tensor]:
+        pictures = [open_reference(path) for path in references]
+        embeds = self._text(pipeline, text, pictures)
         latents = [self._reference(picture) for picture in pictures]
         grids = [[latent.shape[2] // 2, latent.shape[3] // 2] for latent in latents]
         tokens = [pack(latent)[0].to(self.dtype) for latent in latents]
         return {
             EMBEDS: embeds,
-            NEGATIVE_EMBEDS: embeds.clone() if same else self._text(pipeline, instruction.negative, pictures),
+            NEGATIVE_EMBEDS: embeds.clone() if negative == text else self._text(pipeline, negative, pictures),
             REFERENCES: torch.cat([embeds.new_zeros(0, self.dimensions.channels), *tokens]),
             GRIDS: torch.tensor(grids, dtype=torch.int64).reshape(-1, 2),
         }
@@ -181,23 +182,3 @@ class QwenImageEdit(QwenImage):
 
 def _ratio(picture: Any) -> float:
     return float(picture.width / picture.height)
-
-
-def _opened(path: str) -> Any:
-    """A reference as RGB, upright, as diffusers' ``load_image`` gives it."""
-    import io
-
-    from diffusers.utils import load_image
-
-    from spotlight_rewards.base.media_files import open_picture
-
-    try:
-        picture = load_image(open_picture(io.BytesIO(read_reference(path))))
-    except (OSError, ValueError, SyntaxError) as error:
-        raise ModelError(f"reference picture {path} cannot be read as a picture ({error})") from error
-    if not 1 / _RATIO_MAX <= _ratio(picture) <= _RATIO_MAX:
-        raise ModelError(
-            f"reference picture {path} has {picture.width} x {picture.height} pixels; expected sides that "
-            f"differ by a factor of at most {_RATIO_MAX}: cut it"
-        )
-    return picture

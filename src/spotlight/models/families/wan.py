@@ -19,6 +19,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spotlight.models.condition import EMBEDS, SEEN
 from spotlight.models.family import ConditionBatch, MediaSize, ModelError, ModelFamily, decode_normalised
 from spotlight.models.family_facts import ActivationCosts, Dimensions, config_integer, dimensions, read_models
 from spotlight.models.shared.checks import require_equal
@@ -78,7 +79,12 @@ class Wan(ModelFamily):
         # The decoder of 2.2-5B works on 2 x 2 pixels at once: by its memory it has 3/8 of its channels.
         width = 3 * decoder // 8 if isinstance(decoder, int) else config_integer(files, "vae", "base_dim")
         return dimensions(
-            files, latents_per_token=4, patch_px=2 * px, vae_width=width, frames_per_latent=frames
+            files,
+            latents="out_channels",
+            latents_per_token=4,
+            patch_px=2 * px,
+            vae_width=width,
+            frames_per_latent=frames,
         )
 
     @classmethod
@@ -120,10 +126,9 @@ class Wan(ModelFamily):
                 self.files.config(name),
                 {
                     "patch_size": ([1, 2, 2], "2x2 latents become one token"),
-                    "in_channels": (vae.z_dim, "the VAE's z_dim"),
                     "out_channels": (vae.z_dim, "the VAE's z_dim"),
                     "text_dim": self.text_size("text_encoder", "d_model"),
-                    "image_dim": (None, "image-to-video is not supported"),
+                    **self.own_inputs(),
                 },
             )
         two = self.files.component_class("transformer_2") is not None
@@ -133,6 +138,11 @@ class Wan(ModelFamily):
                 f"{self.files.setting('boundary_ratio')} and {'a' if two else 'no'} transformer_2; expected "
                 "both (Wan2.2-A14B) or neither"
             )
+
+    def own_inputs(self) -> dict[str, tuple[object, str]]:
+        """Values of the transformer's configuration that tell this pipeline's from others', and why."""
+        other = "it makes videos of pictures: model.family=wan-i2v"
+        return {"in_channels": (self.vae.config.z_dim, other), "image_dim": (None, other)}
 
     @classmethod
     def make_scheduler(cls, files: PipelineFiles) -> Any:
@@ -188,14 +198,22 @@ class Wan(ModelFamily):
         embedded: float | None,
         size: MediaSize,
     ) -> Tensor:
-        """Text padded with zeros; a timestep per token in Wan2.2-5B."""
-        text, timestep = condition["embeds"], sigma * self.scheduler.config.num_train_timesteps
+        """A timestep per token in Wan2.2-5B."""
+        timestep = sigma * self.scheduler.config.num_train_timesteps
         if self._time_per_token:
             timestep = timestep[:, None].expand(-1, self.dimensions.tokens(size))
+        return self.forward(model, latents, timestep, condition)
+
+    def forward(
+        self, model: nn.Module, latents: Tensor, timestep: Tensor, condition: ConditionBatch
+    ) -> Tensor:
+        """The transformer's output; text is padded with zeros."""
+        text = condition[EMBEDS]
         prediction: Tensor = model(
             hidden_states=latents,
             timestep=timestep,
             encoder_hidden_states=F.pad(text, (0, 0, 0, self.max_text_tokens - text.shape[1])),
+            encoder_hidden_states_image=condition.tensors.get(SEEN),
             return_dict=False,
         )[0]
         return prediction

@@ -36,7 +36,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from spotlight.models.condition import GRIDS, NEGATIVE_EMBEDS, REFERENCES, ConditionBatch
+from spotlight.models.condition import FIRST_FRAME, GRIDS, NEGATIVE_EMBEDS, REFERENCES, ConditionBatch
 from spotlight.models.media import MediaSize
 from spotlight.models.shared.transformer_files import component_type
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 _LONGEST = 64
 """Longest text that is counted of models that do not pad."""
-_NO_TEXT = (NEGATIVE_EMBEDS, REFERENCES, GRIDS)
+_NO_TEXT = (NEGATIVE_EMBEDS, REFERENCES, GRIDS, FIRST_FRAME)
 """Sequences of a condition that are no text of its forward."""
 _known: dict[tuple[object, ...], _Counts | None] = {}
 

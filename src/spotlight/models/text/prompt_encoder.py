@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from spotlight.models.condition import Condition, Instruction, ModelInput
 from spotlight.models.text.embeddings import EmbeddingsCache
+from spotlight.models.text.references import read_reference
 from spotlight_files.model_errors import ModelError
 from spotlight_files.pipeline_files import PipelineComponent, PipelineFiles
 
@@ -118,15 +119,4 @@ def _cache_key(prompt: ModelInput) -> str:
     if not isinstance(prompt, Instruction):
         return prompt
     digests = [hashlib.sha256(read_reference(path)).hexdigest() for path in prompt.references]
-    return json.dumps([prompt.text, prompt.negative, digests])
-
-
-def read_reference(path: str) -> bytes:
-    """A reference picture's file. Raises ModelError, naming it."""
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise ModelError(
-            f"reference picture {path} cannot be read ({error}); expected it at this path on every machine "
-            "that embeds prompts: put it on a file system that they share"
-        ) from error
+    return json.dumps([prompt.text, prompt.negative, digests, astuple(prompt.size)])

@@ -83,7 +83,8 @@ def prepare_model(config: RunConfig, device: torch.device, held: ModelFamily | N
 def fill_embeddings(config: RunConfig, model: Model, prompts: Iterable[Prompt], ranks: Ranks) -> Conditions:
     """Embeddings of ``prompts`` and the negative prompt, all cached. Collective: every rank must call it."""
     kept = EMBEDDINGS_BYTES // ranks.on_this_node
-    conditions = Conditions(model.family, prompts, config.rollout.negative_prompt, kept_bytes=kept)
+    negative, size = config.rollout.negative_prompt, media_size(config.rollout)
+    conditions = Conditions(model.family, prompts, negative, size, kept_bytes=kept)
     conditions.prefill(ranks)
     return conditions
 

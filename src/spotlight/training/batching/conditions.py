@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from spotlight.models.condition import Condition, ModelInput, model_input
-from spotlight.models.family import ModelFamily
+from spotlight.models.family import MediaSize, ModelFamily
 from spotlight.training.sharding import Ranks
 from spotlight_rewards.base.prompts import Prompt, PromptId
 
@@ -19,6 +19,7 @@ class Conditions:
     Args:
         prompts: all prompts of the run.
         negative: the negative prompt.
+        size: of what is made.
         kept_bytes: of the embeddings used last, kept in memory.
     """
 
@@ -27,12 +28,13 @@ class Conditions:
         family: ModelFamily,
         prompts: Iterable[Prompt],
         negative: str,
+        size: MediaSize,
         *,
         kept_bytes: int,
     ) -> None:
         self._family, self._negative = family, negative
         self._inputs = {
-            prompt.id: model_input(prompt.text, prompt.references, negative) for prompt in prompts
+            prompt.id: model_input(prompt.text, prompt.references, negative, size) for prompt in prompts
         }
         self._recent: OrderedDict[PromptId, Condition] = OrderedDict()
         self._limit, self._held = kept_bytes, 0

@@ -7,6 +7,7 @@ import io
 import json
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
@@ -81,6 +82,7 @@ def compare(
         assert reference is not None, "a group with points has an end"
         reached = reference.mean if target is None else target
         _show(groups, at, name, by, reached)
+        _tell_courses(directories)
         for path, text in ((csv_path, _csv), (json_path, _json)):
             if path is not None:
                 path.write_text(text(groups, at, name, by, reached), encoding="utf-8")
@@ -136,7 +138,7 @@ def _known(groups: Sequence[Seeds]) -> str:
 
 
 def _show(groups: Sequence[Seeds], at: Sequence[float], name: str, by: Axis, target: float) -> None:
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     console.print(f"{name} by {by}; 90 % intervals over seeds")
     table = Table(box=None, pad_edge=False)
     table.add_column("runs")
@@ -158,8 +160,24 @@ def _show(groups: Sequence[Seeds], at: Sequence[float], name: str, by: Axis, tar
             )
 
 
+def _tell_courses(directories: Sequence[Path]) -> None:
+    """A run that changed on its way is not what its configuration says from the start."""
+    from spotlight.store.ledger import ledger_queries as queries
+    from spotlight.store.ledger.course_changes import course_words, read_course
+    from spotlight.store.run_directory import RunPaths
+
+    console = Console(highlight=False, markup=False)
+    for directory in directories:
+        ledger = RunPaths(directory).ledger
+        if not ledger.exists():
+            continue
+        with closing(queries.open_readonly(ledger)) as connection:
+            for words in course_words(read_course(connection)):
+                console.print(f"{directory.name} {words}", soft_wrap=True)
+
+
 def _show_differences(groups: Sequence[Seeds], changed: dict[str, list[object]]) -> None:
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     table = Table(box=None, pad_edge=False)
     for header in ("setting (- is the default)", *(group.name for group in groups)):
         table.add_column(header)

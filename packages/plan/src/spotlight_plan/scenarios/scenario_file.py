@@ -489,8 +489,13 @@ class ScenarioFile(_ScenarioSection):
         if PipelinePart.SUBSET not in strategy.parts:
             return self
         size = self.workload.group_size
-        changed = {"group_size": 2 * size, "train_samples": max(2, size // 2)}
+        changed = {"group_size": 2 * size, "train_samples": size // 2}
         return self.model_copy(update={"workload": self.workload.model_copy(update=changed)})
+
+    @property
+    def too_few_for_subsets(self) -> bool:
+        """Whether half of a group is fewer than the two samples that an advantage takes."""
+        return self.workload.group_size < 4
 
     @property
     def contrast_exponent(self) -> Exponent:
@@ -514,7 +519,9 @@ class ScenarioFile(_ScenarioSection):
             part
             for part in self.plan.parts
             if not (part is PipelinePart.TCSS and self.stale_problem)
-            and not (part is PipelinePart.SUBSET and self.workload.train_samples)
+            and not (
+                part is PipelinePart.SUBSET and (self.workload.train_samples or self.too_few_for_subsets)
+            )
         )
 
     @property

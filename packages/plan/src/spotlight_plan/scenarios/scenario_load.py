@@ -216,6 +216,10 @@ def _contradictions(scenario: ScenarioFile) -> Iterator[Problem]:
                 remedy = f"Set it to null, or remove +{PipelinePart.SUBSET}."
                 found = str(scenario.workload.train_samples)
                 yield Problem("workload.train_samples", found, f"null with {name}", remedy)
+            if PipelinePart.SUBSET in strategy.parts and scenario.too_few_for_subsets:
+                remedy = f"Raise it, or remove +{PipelinePart.SUBSET}."
+                few = str(scenario.workload.group_size)
+                yield Problem("workload.group_size", few, f"4 or more with {name}", remedy)
             if key == "plan.strategies" and strategy.baseline is not None:
                 remedy = "It is a model of how others run, which cannot be recommended: leave it out."
                 yield Problem(key, repr(name), "strategies that run here", remedy)

@@ -1,0 +1,90 @@
+"""FLUX.1-Kontext, over diffusers' ``FluxKontextPipeline``: draws a picture from a reference picture.
+
+Traps of the reference:
+- It scales the reference to one of 17 sizes of about a megapixel, whatever the size of the result; and the
+  result to ``max_area`` pixels, a megapixel unless told, whatever height and width say.
+- The reference's latents follow the picture's in the sequence, with 1 for 0 as first position; of several
+  references it reads the first.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spotlight.models.condition import GRIDS, REFERENCES
+from spotlight.models.families.flux import Flux
+from spotlight.models.family import ConditionBatch, Instruction, MediaSize, encode_image, pack
+from spotlight.models.family_facts import ActivationCosts, read_models
+from spotlight.models.shared.rows import by_kind
+from spotlight.models.text.references import open_reference
+
+
+class FluxKontext(Flux):
+    """A FLUX.1-Kontext model; guidance as in FLUX.1."""
+
+    name = "flux-kontext"
+    pipeline_class = "FluxKontextPipeline"
+    activations = ActivationCosts(
+        lora=14.5, full=23.0, elementwise=11.8, checkpointed=1.5, forward=15.5, decode=6.5
+    )
+    embedded_guidance = 2.5
+    captures_graphs = False  # it reads the references' shapes
+    references_max = 1
+    reference_tokens = 4150  # of 800 x 1328, the largest of the sizes
+    text_recipe = "a reference at the pipeline's sizes"
+    published, tiny_models = read_models(__file__)
+
+    @classmethod
+    def size_arguments(cls, height: int, width: int, frames: int) -> dict[str, object]:
+        return super().size_arguments(height, width, frames) | {"max_area": height * width}
+
+    def condition_shapes(self, text_tokens: int) -> dict[str, tuple[int, ...]]:
+        """FLUX.1's, the reference's packed latents, and its rows and columns."""
+        reference = {REFERENCES: (self.reference_tokens, self.dimensions.channels), GRIDS: (1, 2)}
+        return super().condition_shapes(text_tokens) | reference
+
+    def embed_instruction(self, pipeline: Any, instruction: Instruction) -> dict[str, Tensor]:
+        """The pipeline's own embeddings, and its latents of the reference."""
+        latents = self._reference(*instruction.references)
+        grid = [[latents.shape[2] // 2, latents.shape[3] // 2]]
+        found = {REFERENCES: pack(latents)[0].to(self.dtype), GRIDS: torch.tensor(grid)}
+        return super().embed(pipeline, instruction.text) | found
+
+    def _reference(self, path: str) -> Tensor:
+        """Normalised latents [1, channels, height, width]."""
+        from diffusers.image_processor import VaeImageProcessor
+        from diffusers.pipelines.flux import pipeline_flux_kontext as reference
+
+        picture, unit = open_reference(path), self.dimensions.patch_px
+        resizer = VaeImageProcessor(vae_scale_factor=unit)
+        height, width = resizer.get_default_height_width(picture)
+        sizes = reference.PREFERRED_KONTEXT_RESOLUTIONS
+        _, width, height = min((abs(width / height - w / h), w, h) for w, h in sizes)
+        height, width = height // unit * unit, width // unit * unit
+        pixels = resizer.preprocess(resizer.resize(picture, height, width), height, width)
+        return encode_image(self.vae, pixels.to(self.device, torch.float32).unsqueeze(2))
+
+    def predict(
+        self,
+        model: nn.Module,
+        latents: Tensor,
+        sigma: Tensor,
+        condition: ConditionBatch,
+        embedded: float | None,
+        size: MediaSize,
+    ) -> Tensor:
+        """Rows whose references have equal shapes share a forward; the picture is its output's head."""
+        drawn, tokens = self.positions(self.dimensions.grid(size)), latents.shape[1]
+        grids = [(rows, columns) for rows, columns in condition[GRIDS][:, 0].tolist()]
+
+        def run(grid: tuple[int, int], rows: list[int]) -> Tensor:
+            seen = condition[REFERENCES][rows, : math.prod(grid)]
+            inputs = torch.cat([latents[rows], seen], dim=1), sigma[rows], condition.at(torch.tensor(rows))
+            positions = torch.cat([drawn, self.positions(grid, 1)])
+            return self.forward(model, *inputs, embedded, positions)[:, :tokens]
+
+        return by_kind(model, grids, run)
