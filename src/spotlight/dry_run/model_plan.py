@@ -132,7 +132,8 @@ def _published_sizes(
     # Imported here: the disk check of every run imports this module, and needs no diffusers.
     from spotlight.models.skeleton import shapes_of
 
-    shapes = {name: shapes_of(config) for name, config in published.configs.items()}
+    wanted = {name: config for name, config in published.configs.items() if not name.startswith("image")}
+    shapes = {name: shapes_of(config) for name, config in wanted.items()}
     transformers = _together({name: each for name, each in shapes.items() if name.startswith("transformer")})
     return ModelSizes(
         files.root,
