@@ -163,7 +163,7 @@ def test_curves_of_seeds_are_drawn_as_their_mean(browser: Browser, tmp_path: Pat
         assert drawn == ["seed-0 +1"]
         chart = page.locator(f".js-plotly-plot[aria-label$={json.dumps(f'. seed-1 f{changed}')}]").first
         assert chart.locator(".shapelayer path").count() == 1
-        chart.locator(".annotation rect").hover()
+        chart.locator(".annotation-text").hover()
         page.wait_for_selector(f".hoverlayer :text({json.dumps(HOSTILE)})")
         for view in ("overview", "curves"):  # of its own file, where no other run is
             open_view(page, f"file://{tmp_path}/seed-1.html", view, run="seed-1")
