@@ -11,10 +11,7 @@ from benchmarks._pipeline_ray import paced_environment
 from main_job import Job
 from ray_job import running
 
-from spotlight.report.record import read_run
 from spotlight.runtime.assembly.controller_plan import cluster_plan_of
-from spotlight.store.metrics import read_metrics
-from spotlight.store.run_estimate import SpentSoFar, estimated, is_validation, measured_pace
 from spotlight_plan.calibration.measured_profile import measured_profile
 from spotlight_plan.calibration.run_prediction import predict_run
 from spotlight_plan.calibration.run_times import RunTimes, read_run_times
@@ -73,21 +70,3 @@ def test_a_run_takes_what_the_simulator_predicts(runs: list[RunTimes]) -> None:
         print(comparison, f"{predicted.deviation(run):+.1%}")
         assert predicted.error is None, comparison
         assert abs(predicted.deviation(run)) < BOUND, comparison
-
-
-def test_a_run_is_estimated_by_the_figures_of_another_and_corrected_by_its_own(
-    runs: list[RunTimes], job: Job
-) -> None:
-    record = read_run(job.root / "calibrated-1")
-    said = record.estimate
-    assert said is not None
-    assert "calibration: the figures of the run calibrated-0" in said.rests_on
-    assert said.work_s.likely == pytest.approx(record.wall_s, rel=0.2)  # of another fleet, which loses a node
-    rows = read_metrics(record.paths.path)
-    third = next(at for at, row in enumerate(rows) if row.iteration == 2 and not is_validation(row))
-    early = SpentSoFar(3, 1, rows[third].wall_s, record.history.cost_usd * rows[third].wall_s / record.wall_s)
-    pace = measured_pace(rows[: third + 1], 0, early, record.seconds_by_phase)
-    assert pace is not None
-    corrected = estimated(pace, early, said.iterations, said.evaluations)
-    print(f"{record.wall_s:.1f} s; estimated {said.work_s}, after three iterations {corrected.work_s}")
-    assert corrected.work_s.likely == pytest.approx(record.wall_s, rel=0.2)
