@@ -40,6 +40,7 @@ from sky import global_user_state
 from sky.clouds.cloud import CloudCapability
 from sky.optimizer import Optimizer
 
+sky.check.get_cached_enabled_clouds_or_refresh(CloudCapability.COMPUTE)  # looks for keys once, and finds none
 global_user_state.set_enabled_clouds(["aws"], CloudCapability.COMPUTE, "default")
 found = {}
 for path in sys.argv[1:]:
@@ -97,7 +98,11 @@ def test_it_reads_the_tasks_and_its_optimizer_finds_machines_for_them(environmen
 
 def test_its_server_answers_the_providers_commands(server: dict[str, str]) -> None:
     run_shell_command("stop", STOP, server, 120)  # of a job that is not there
-    for group, refused in ((None, "cloud"), ("7", "job group|cloud"), ("nobody", "No running managed job")):
+    for group, refused in (
+        (None, "cloud"),
+        ("7", "job group|cloud"),
+        ("nobody", "No running managed job|No in-progress managed job"),
+    ):
         settings = SkyPilotSettings(task=LAUNCH / "skypilot-spot.yaml", job_group=group)
         with pytest.raises(ShellCommandError, match=f"(?i){refused}") as raised:
             run_shell_command("start", settings.start, server, 120)

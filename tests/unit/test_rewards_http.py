@@ -28,11 +28,13 @@ METADATA = [{"tag": index} for index in range(5)]
 
 
 def place(url: str) -> dict[str, Any]:
-    return {"base_url": url, "timeout_s": 0.5, "batch_timeout_s": 3.0, "retries": 1, "backoff_s": 0.01}
+    return {"base_url": url, "timeout_s": 10.0, "batch_timeout_s": 15.0, "retries": 1, "backoff_s": 0.01}
 
 
-def ask(url: str, **params: Any) -> dict[str, list[Any]]:
-    return Http(server=place(url), reward="align", **{"batch_size": 2, **params})(IMAGES, PROMPTS, METADATA)
+def ask(url: str, limits: dict[str, Any] | None = None, **params: Any) -> dict[str, list[Any]]:
+    return Http(server={**place(url), **(limits or {})}, reward="align", **{"batch_size": 2, **params})(
+        IMAGES, PROMPTS, METADATA
+    )
 
 
 def brightness(request: BaseHTTPRequestHandler, body: Any) -> Reply:
@@ -85,7 +87,8 @@ BAD: dict[str, tuple[Callable[[BaseHTTPRequestHandler, Any], Reply | None], str]
 def test_a_bad_service_gives_no_sample_a_score(case: str) -> None:
     behaviour, expected = BAD[case]
     with reward_server(behaviour) as server:
-        found = ask(server.url, batch_size=5)["score"]
+        limits = {"timeout_s": 0.5} if "timeout_s" in expected else {}
+        found = ask(server.url, limits, batch_size=5)["score"]
     assert len(found) == 5
     for each in found:
         assert isinstance(each, SampleError)

@@ -378,7 +378,7 @@ def test_a_flow_factory_server_scores_or_fails_one_sample(case: str) -> None:
         level = int(decoded(body["image"][0])[0, 0, 0])
         return BAD[case](request, body) if level == 255 else as_json({"rewards": [level / 10]})
 
-    server = {"timeout_s": 0.5, "batch_timeout_s": 5, "retries": 0}
+    server = {"retries": 0}
     with reward_server(behave) as world:
         reward = FlowFactory(server=server | {"base_url": world.url})
         reward.check([], []) if case == "nan" else None

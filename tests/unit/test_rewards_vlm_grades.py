@@ -43,7 +43,7 @@ def grays(*levels: int) -> list[np.ndarray]:
 
 
 def settings(url: str, **more: Any) -> dict[str, Any]:
-    quick = {"timeout_s": 0.5, "batch_timeout_s": 5.0, "retries": 1, "backoff_s": 0.01}
+    quick = {"timeout_s": 10.0, "batch_timeout_s": 15.0, "retries": 1, "backoff_s": 0.01}
     return {"base_url": f"{url}/v1", "model": "judge-8b", **quick, **more}
 
 

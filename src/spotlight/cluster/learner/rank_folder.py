@@ -28,7 +28,7 @@ class RankFolder:
     """One rank's. Methods raise StoreError or OSError of either end's disk, and what ``files`` raises.
 
     Args:
-        token: what the head wrote into its run directory (:func:`write_token`).
+        token: what the head wrote into its run directory (:func:`write_token`); empty: it is shared.
         stack: ends what is of this process alone.
 
     Attributes:
@@ -38,7 +38,7 @@ class RankFolder:
 
     def __init__(self, config: RunConfig, token: str, files: RemoteFiles, stack: ExitStack) -> None:
         self.config, self._files, self._heads = config, files, _run_of(config)
-        self.shared = _shows(config, token)
+        self.shared = not token or _shows(config, token)
         if not self.shared:
             self._own = Path(stack.enter_context(TemporaryDirectory(prefix="spotlight-learner-")))
             self.config = config.model_copy(update={"runs_dir": self._own})

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from spotlight.scheduler.types import NodeKind, Phase
-from spotlight_plan.scenarios.prepare import Prepared, spot_nodes_of
+from spotlight_plan.scenarios.prepare import Prepared
 from spotlight_plan.scenarios.profile_costs import ProfileCosts
 from spotlight_plan.scenarios.strategies import Strategy
 from spotlight_plan.simulation.scenario import IterationTime, Scenario, SimulationResult
@@ -25,7 +25,7 @@ def on_spot_nodes(
         return undisturbed
     result = replay(
         _model(prepared, strategy, scenario, undisturbed),
-        spot_nodes_of(prepared, strategy),
+        prepared.spot_nodes(strategy),
         prepared.file.run.until_h * 3600,
     )
     shares, standing_usd_h = _shares(undisturbed), sum(scenario.standing_usd_h.values())

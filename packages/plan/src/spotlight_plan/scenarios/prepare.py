@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import lru_cache
+from typing import TypeAlias
 
 from spotlight.config.sections.evaluation import NO_EVALUATION, EvaluationConfig
 from spotlight.config.sections.exploration import (
@@ -65,6 +66,7 @@ from spotlight_plan.traces.generator import TraceSpec, generate
 from spotlight_plan.traces.public_traces import public_trace
 from spotlight_rewards.base.errors import ConfigError, Problem
 
+SpotNodes: TypeAlias = tuple[tuple[float, NodeEvent], ...]
 _PROMPTS_FACTOR = 4
 """Simulated prompts per prompt of an iteration; does not affect the result."""
 
@@ -85,6 +87,10 @@ class Prepared:
     later: float = 0.0
     _traces: dict[int, Trace] = field(default_factory=dict, compare=False, repr=False)
     """Of other numbers of nodes, as asked for."""
+    _spot_nodes: dict[tuple[int, SpotOffer], tuple[Trace, SpotNodes]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+    """What :meth:`spot_nodes` has answered, by the trace's identity: ways to run one cluster share it."""
 
     def trace_of(self, strategy: Strategy) -> Trace:
         """The trace with as many nodes as the strategy asks for."""
@@ -94,6 +100,17 @@ class Prepared:
         if nodes not in self._traces:
             self._traces[nodes] = _trace(self.file, nodes, self.later)
         return self._traces[nodes]
+
+    def spot_nodes(self, strategy: Strategy) -> SpotNodes:
+        """The spot nodes of the strategy's trace, as they come and go."""
+        spot, tag = self.file.cluster.spot, self.pricing.spot
+        usd_h = None if tag is None else tag.usd_gpu_h * spot.gpus_per_node
+        offer, trace = SpotOffer(spot.gpu_type, spot.gpus_per_node, usd_h), self.trace_of(strategy)
+        of, found = self._spot_nodes.get((id(trace), offer), (None, ()))
+        if of is not trace:
+            found = spot_events(trace, offer)
+            self._spot_nodes[id(trace), offer] = trace, found
+        return found
 
 
 def prepare(
@@ -371,15 +388,8 @@ def node_events(prepared: Prepared, strategy: Strategy) -> tuple[tuple[float, No
             node = _standing(f"on-demand:{n}", spot, pricing.on_demand, trains=trains, rolls_out=True)
             events.append((0.0, NodeJoined(node)))
     elif strategy.places is SpotPlaces.SPOT:
-        events += spot_nodes_of(prepared, strategy)
+        events += prepared.spot_nodes(strategy)
     return tuple(events)
-
-
-def spot_nodes_of(prepared: Prepared, strategy: Strategy) -> tuple[tuple[float, NodeEvent], ...]:
-    """The spot nodes of the strategy's trace, as they come and go."""
-    spot, tag = prepared.file.cluster.spot, prepared.pricing.spot
-    usd_h = None if tag is None else tag.usd_gpu_h * spot.gpus_per_node
-    return spot_events(prepared.trace_of(strategy), SpotOffer(spot.gpu_type, spot.gpus_per_node, usd_h))
 
 
 def _standing(name: str, pool: Pool, tag: PriceTag, *, trains: bool, rolls_out: bool) -> Node:
