@@ -20,7 +20,7 @@ NONE = ("wan", "wan-i2v", "hunyuan-video", "qwen-image-2.1")
 def load(name: str, pipeline: Path, folder: Path) -> ModelFamily:
     kind = FAMILIES.load(name)
     cache = folder / "embeddings"
-    return kind.load(pipeline, device="cpu", dtype=torch.float32, embeddings_cache=cache, max_text_tokens=64)
+    return kind.load(pipeline, device="cpu", dtype=torch.float32, embeddings_cache=cache)
 
 
 def reconstructed(vae: Any, frames: Tensor) -> Tensor:
