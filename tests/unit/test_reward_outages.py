@@ -7,6 +7,7 @@ import socket
 import threading
 import urllib.request
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 
@@ -62,6 +63,22 @@ def test_a_sample_that_is_never_answered_takes_no_other_with_it() -> None:
 
     found = made.outlast(score, 4, together=False)
     assert [isinstance(each, RewardScore) for each in found] == [True, False, True, True]
+
+
+def test_samples_that_are_asked_alone_have_no_more_patience_than_a_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, _ = outage(outage_s=60)
+    calls: list[int] = []
+    monkeypatch.setattr(outages, "time", SimpleNamespace(monotonic=lambda: 1.0 + 20 * len(calls)))
+
+    def score(which: Sequence[int]) -> list[Outcome]:
+        calls.append(len(which))  # each takes 20 s
+        return [GOOD if calls == [8, 8, 1] else AWAY for _ in which]
+
+    found = made.outlast(score, 8, together=False)
+    assert [isinstance(each, RewardScore) for each in found] == [True] + [False] * 7
+    assert calls == [8, 8, 1, 1]
 
 
 def test_a_failure_of_another_kind_is_not_asked_again() -> None:
