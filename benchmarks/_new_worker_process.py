@@ -17,9 +17,9 @@ from spotlight.models.condition import Condition
 from spotlight.models.families.qwen_image import QwenImage
 from spotlight.models.media import MediaSize
 from spotlight.models.skeleton import base_state, filling, modules_of
-from spotlight.weights.flat import as_bytes, checksum
-from spotlight.weights.peers import WeightServer, fetch_from_peer
-from spotlight.weights.served_weights import ServedWeights
+from spotlight_weights.flat import as_bytes, checksum
+from spotlight_weights.peers import WeightServer, fetch_from_peer
+from spotlight_weights.served_weights import ServedWeights
 
 DIGEST = "base"
 SIZE = MediaSize(16, 16)

@@ -25,8 +25,8 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks._measure import machine, wide_console
-from spotlight.weights.bundle import WeightsManifest, bind, pack
-from spotlight.weights.node_cache import SHARED_MEMORY, NodeCache
+from spotlight_weights.bundle import WeightsManifest, bind, pack
+from spotlight_weights.node_cache import SHARED_MEMORY, NodeCache
 
 RANK, WIDTH, SLOT = 64, 3072, "policy"
 PARTS = ("pack and hash", "first worker", "another, hashed again", "another", "bind")

@@ -22,7 +22,7 @@ POLICIES = ("spotlight", "scheduler", "policies")
 ROWS = (
     ("spotlight_plan", "spotlight_dashboard", "spotlight_bucket"),
     ("spotlight",),
-    ("spotlight_fleet", "spotlight_files", "spotlight_kernels"),
+    ("spotlight_fleet", "spotlight_files", "spotlight_weights", "spotlight_kernels"),
     ("spotlight_rewards",),
 )
 """Packages, row by row."""
@@ -31,6 +31,7 @@ FOR_WHOM = {
     "spotlight_rewards": "score pictures and videos, with any trainer",
     "spotlight_fleet": "know nodes that come and go",
     "spotlight_files": "read and write files of models",
+    "spotlight_weights": "bring tensors to many processes",
     "spotlight_kernels": "fuse operators of blocks",
     "spotlight_plan": "decide what to rent",
     "spotlight_dashboard": "watch runs",

@@ -28,9 +28,9 @@ from spotlight.rollout.sequence_parallel.communicators import communicator
 from spotlight.rollout.state import RolloutState
 from spotlight.training.learner import Learner
 from spotlight.training.sharding import shard_module
-from spotlight.weights.peers import WeightServer
-from spotlight.weights.served_weights import ServedWeights
 from spotlight_plan.commands.gpu.random_blocks import random_adapters
+from spotlight_weights.peers import WeightServer
+from spotlight_weights.served_weights import ServedWeights
 
 DIGEST = "base"
 STEPS = 8

@@ -23,10 +23,10 @@ from spotlight.rollout.sequence_parallel import rendezvous
 from spotlight.training.device_memory import measure_peak
 from spotlight.training.learner import Learner, TrainingSample
 from spotlight.training.timesteps import Trial
-from spotlight.weights import peers
-from spotlight.weights.peers import BUCKET_BYTES, FetchedWeights, fetch_from_peer
-from spotlight.weights.weight_errors import PeerLostError
 from spotlight_kernels.measure.device_rates import wait
+from spotlight_weights import peers
+from spotlight_weights.peers import BUCKET_BYTES, FetchedWeights, fetch_from_peer
+from spotlight_weights.weight_errors import PeerLostError
 
 STEPS = 4
 CYCLES = 20

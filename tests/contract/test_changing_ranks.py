@@ -15,7 +15,7 @@ from test_learner_rank import WEIGHT_TOLERANCE, free_ports
 from spotlight.cluster.learner.learner_rank import RankPlace
 from spotlight.config.schema import RunConfig
 from spotlight.rollout.sequence_parallel.rendezvous import Address
-from spotlight.weights.bundle import read
+from spotlight_weights.bundle import read
 
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from spotlight.weights import cuda_ipc, peers
-from spotlight.weights.flat import as_bytes, checksum
-from spotlight.weights.peers import WeightServer, fetch_from_peer
-from spotlight.weights.served_weights import ServedWeights
-from spotlight.weights.weight_errors import PeerLostError
+from spotlight_weights import cuda_ipc, peers
+from spotlight_weights.flat import as_bytes, checksum
+from spotlight_weights.peers import WeightServer, fetch_from_peer
+from spotlight_weights.served_weights import ServedWeights
+from spotlight_weights.weight_errors import PeerLostError
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 SHAPES = {"a.w": (4096, 4096), "a.b": (4096,), "b.w": (1000, 777), "c.w": (3,)}

@@ -18,8 +18,8 @@ from spotlight.rollout.serialization import pack_condition
 from spotlight.runtime.assembly import components as build
 from spotlight.scheduler.effects import PullWeights
 from spotlight.scheduler.types import PolicyVersion, WeightKind, WorkerId
-from spotlight.weights.weight_errors import WeightsError
 from spotlight.worker.interfaces import Leave
+from spotlight_weights.weight_errors import WeightsError
 
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
 

@@ -32,13 +32,13 @@ from spotlight.scheduler.effects import PullWeights
 from spotlight.scheduler.types import PolicyVersion, WeightKind, WorkerId
 from spotlight.store.run_directory import RunPaths
 from spotlight.training.learner import TrainingError
-from spotlight.weights.bundle import WeightsManifest, bind, pack, read
-from spotlight.weights.flat import digest_of
-from spotlight.weights.node_cache import NodeCache
-from spotlight.weights.weight_errors import WeightsError
 from spotlight.worker.interfaces import LoadError
 from spotlight.worker.reports import Report
 from spotlight_rewards.base.errors import ConfigError
+from spotlight_weights.bundle import WeightsManifest, bind, pack, read
+from spotlight_weights.flat import digest_of
+from spotlight_weights.node_cache import NodeCache
+from spotlight_weights.weight_errors import WeightsError
 
 WEIGHT_TOLERANCE = 2e-6
 """Largest difference of a weight between one rank and two, after two steps at learning rate 1e-3."""

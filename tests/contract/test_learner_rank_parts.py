@@ -18,7 +18,7 @@ from spotlight.rollout.sequence_parallel.rendezvous import Address
 from spotlight.scheduler.effects import PrepareBatch
 from spotlight.scheduler.types import Baseline, Comparison, Group, MicroBatch
 from spotlight.training.batching.feed import sample_advantages
-from spotlight.weights.bundle import read
+from spotlight_weights.bundle import read
 
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
 

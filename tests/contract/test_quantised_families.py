@@ -34,9 +34,9 @@ from spotlight.models.slots import LoraSlots
 from spotlight.registry import FAMILIES
 from spotlight.training.learner import Learner
 from spotlight.training.learner_state import StateError
-from spotlight.weights.flat import digest_of
 from spotlight_files.model_errors import ModelError
 from spotlight_kernels.quantised.linear import QuantisedLinear
+from spotlight_weights.flat import digest_of
 
 KINDS = ("int8", "nf4")
 ERRORS = {"int8": 0.012, "nf4": 0.11}

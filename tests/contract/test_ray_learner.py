@@ -31,7 +31,7 @@ from spotlight.scheduler.effects import PrepareBatch
 from spotlight.scheduler.types import Baseline, Comparison, PolicyVersion, Rollout, RolloutId
 from spotlight.store.run_directory import RunPaths
 from spotlight.training.learner import TrainingError
-from spotlight.weights.bundle import WeightsManifest, read
+from spotlight_weights.bundle import WeightsManifest, read
 
 ray = pytest.importorskip("ray")
 

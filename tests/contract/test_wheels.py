@@ -20,9 +20,10 @@ import spotlight_fleet
 import spotlight_kernels
 import spotlight_plan
 import spotlight_rewards
+import spotlight_weights
 
 ROOT = Path(__file__).parents[2]
-BESIDE = ("kernels", "rewards", "files", "fleet", "plan", "dashboard", "bucket")
+BESIDE = ("kernels", "rewards", "files", "weights", "fleet", "plan", "dashboard", "bucket")
 FOLDERS = {"spotlight-rl": ".", **{f"spotlight-{name}": f"packages/{name}" for name in BESIDE}}
 HEAVY = {"torch", "ray", "diffusers", "transformers"}
 
@@ -66,6 +67,7 @@ def test_versions_are_one() -> None:
         spotlight_kernels,
         spotlight_rewards,
         spotlight_files,
+        spotlight_weights,
         spotlight_fleet,
         spotlight_plan,
         spotlight_dashboard,
@@ -99,7 +101,8 @@ def test_planning_and_dashboard_work_without_torch(wheels: dict[str, Path], tmp_
     commands = environment(tmp_path / "env")
     done(commands / "pip", "install", "-q", wheels["spotlight-rewards"], "fastapi", "uvicorn",
          "plotly", cwd=tmp_path)  # fmt: skip
-    others = [wheels[f"spotlight-{name}"] for name in ("rl", "files", "fleet", "plan", "dashboard")]
+    names = ("rl", "files", "weights", "fleet", "plan", "dashboard")
+    others = [wheels[f"spotlight-{name}"] for name in names]
     done(commands / "pip", "install", "-q", "--no-deps", *others, cwd=tmp_path)
     assert not installed(commands) & HEAVY
     shown = done(commands / "spotlight", "--help", cwd=tmp_path)

@@ -98,8 +98,8 @@ def test_weights_go_from_one_gpu_to_another(
     from benchmarks.gpu.lab import Lab
 
     from spotlight.models.skeleton import base_state, filling, modules_of
-    from spotlight.weights import cuda_ipc
-    from spotlight.weights.peers import fetch_from_peer
+    from spotlight_weights import cuda_ipc
+    from spotlight_weights.peers import fetch_from_peer
 
     home = tmp_path_factory.mktemp("gs")
     one, other = (Lab(home, torch.device(device), tiny=True) for device in GPUS)

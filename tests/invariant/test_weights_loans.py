@@ -16,10 +16,10 @@ from spotlight.models.families.qwen_image import QwenImage
 from spotlight.models.peft_layers import LoraSpec
 from spotlight.models.skeleton import base_state, filling, modules_of
 from spotlight.models.slots import LoraSlots
-from spotlight.weights import peers
-from spotlight.weights.peers import WeightServer, fetch_from_peer
-from spotlight.weights.served_weights import ServedWeights
-from spotlight.weights.weight_errors import PeerLostError
+from spotlight_weights import peers
+from spotlight_weights.peers import WeightServer, fetch_from_peer
+from spotlight_weights.served_weights import ServedWeights
+from spotlight_weights.weight_errors import PeerLostError
 
 Say = Callable[[str], None]
 NUMBERS = 4_000_000

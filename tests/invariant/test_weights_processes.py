@@ -12,9 +12,9 @@ import pytest
 import torch
 from weights_children import Child
 
-from spotlight.weights.bundle import WeightsManifest, pack
-from spotlight.weights.node_cache import NodeCache
-from spotlight.weights.weight_errors import WeightsError
+from spotlight_weights.bundle import WeightsManifest, pack
+from spotlight_weights.node_cache import NodeCache
+from spotlight_weights.weight_errors import WeightsError
 
 Say = Callable[[str], None]
 

@@ -21,12 +21,14 @@ import spotlight_fleet
 import spotlight_kernels
 import spotlight_plan
 import spotlight_rewards
+import spotlight_weights
 
 PACKAGES = (
     spotlight,
     spotlight_kernels,
     spotlight_rewards,
     spotlight_files,
+    spotlight_weights,
     spotlight_fleet,
     spotlight_plan,
     spotlight_dashboard,
@@ -41,8 +43,15 @@ PACKAGES_MAY_IMPORT: dict[str, set[str]] = {
     "spotlight_kernels": set(),
     "spotlight_rewards": set(),
     "spotlight_files": {"spotlight_rewards"},
+    "spotlight_weights": {"spotlight_rewards"},
     "spotlight_fleet": {"spotlight_rewards"},
-    "spotlight": {"spotlight_kernels", "spotlight_rewards", "spotlight_files", "spotlight_fleet"},
+    "spotlight": {
+        "spotlight_kernels",
+        "spotlight_rewards",
+        "spotlight_files",
+        "spotlight_weights",
+        "spotlight_fleet",
+    },
     "spotlight_plan": {
         "spotlight",
         "spotlight_rewards",
@@ -62,17 +71,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "algorithms": {"config", "diffusion"},
     "models": {"diffusion"},
     "store": {"scheduler"},
-    "weights": set(),
     "testbed": set(),
     "data": {"config", "scheduler", "models", "testbed"},
     "rollout": {"models", "diffusion"},
     "worker": {"rollout", "models"},
-    "training": {"config", "models", "algorithms", "diffusion", "rollout", "weights"},
+    "training": {"config", "models", "algorithms", "diffusion", "rollout"},
     "dry_run": {"config", "data", "models", "rollout", "store", "testbed", "training"},
     "report": {"store", "config", "testbed"},
 }
-MAY_IMPORT["runtime"] = set(MAY_IMPORT) - {"report", "weights", "worker"}
-MAY_IMPORT["cluster"] = MAY_IMPORT["runtime"] | {"runtime", "weights", "worker"}
+MAY_IMPORT["runtime"] = set(MAY_IMPORT) - {"report", "worker"}
+MAY_IMPORT["cluster"] = MAY_IMPORT["runtime"] | {"runtime", "worker"}
 MAY_IMPORT["cli"] = set(MAY_IMPORT)
 MAY_IMPORT["api"] = set(MAY_IMPORT)
 MAY_IMPORT["testing"] = {"diffusion", "models", "rollout", "scheduler"}
@@ -86,6 +94,8 @@ USE_FLEET = {"config", "cluster", "cli"}
 """Rooms that may import what is known of nodes."""
 USE_FILES = {"models", "data", "training", "dry_run", "runtime", "cluster", "cli"}
 """Rooms that may import what is known of model files."""
+USE_WEIGHTS = {"training", "cluster", "cli"}
+"""Rooms that may import how weights travel."""
 MEASURE = {"training", "rollout", "runtime", "cluster"}
 """Rooms that may import what measures steps."""
 USE_KERNELS = {"models"}
@@ -288,6 +298,8 @@ def allowed(room: str, module: str) -> bool:
         return room in USE_KERNELS or measures or room == "spotlight_plan.commands"
     if package == "spotlight_files":
         return own != "spotlight" or room in USE_FILES
+    if package == "spotlight_weights":
+        return own == "spotlight" and room in USE_WEIGHTS
     if package == "spotlight_fleet":
         return own != "spotlight" or room in USE_FLEET
     if package != "spotlight":

@@ -16,7 +16,7 @@ from spotlight.cluster.learner.life import Deadlines, RankHandle
 from spotlight.cluster.remote_calls import AbandonedError
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler.types import MicroBatch
-from spotlight.weights.bundle import WeightsManifest
+from spotlight_weights.bundle import WeightsManifest
 
 MANIFEST = WeightsManifest(0, 0, "digest", 1, ("policy",), 1)
 MICRO_BATCH = MicroBatch(0, 0, (), 0)

@@ -125,8 +125,8 @@ def loras() -> Target:
 def bundles() -> Target:
     import torch
 
-    from spotlight.weights.bundle import WeightsManifest, content_digest, pack, read
-    from spotlight.weights.weight_errors import WeightsError
+    from spotlight_weights.bundle import WeightsManifest, content_digest, pack, read
+    from spotlight_weights.weight_errors import WeightsError
 
     manifest, data = pack(
         3, 0, {"policy": {"a": torch.ones(2, 3), "b": torch.zeros(4, dtype=torch.bfloat16)}}, 1

@@ -38,9 +38,9 @@ from spotlight.scheduler.records import REWARD
 from spotlight.scheduler.types import DropReason, Node, NodeId, NodeKind, Rollout, RolloutId
 from spotlight.store.run_directory import RunDirectory, RunPaths
 from spotlight.training.sharding import Ranks
-from spotlight.weights.bundle import WeightsManifest
 from spotlight.worker.interfaces import Command
 from spotlight.worker.reports import RolloutSpeed
+from spotlight_weights.bundle import WeightsManifest
 
 SETTINGS = (
     "device=cpu",

@@ -112,7 +112,7 @@ def test_a_run_without_a_ledger_cannot_be_audited(here: Path) -> None:
     [
         "spotlight.cluster.learner.learner_group.LearnerError",
         "spotlight.training.learner_state.StateError",
-        "spotlight.weights.weight_errors.WeightsError",
+        "spotlight_weights.weight_errors.WeightsError",
     ],
 )
 def test_errors_that_end_a_run_with_a_remedy_have_no_traceback(

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from spotlight.models.peft_layers import LoraSpec
 from spotlight.models.slots import CopySlots, LoraSlots, WeightSlots
-from spotlight.weights import bundle, staging
-from spotlight.weights.bundle import Bindable, WeightsManifest, _header, bind, content_digest, pack, read
-from spotlight.weights.weight_errors import WeightsError
+from spotlight_weights import bundle, staging
+from spotlight_weights.bundle import Bindable, WeightsManifest, _header, bind, content_digest, pack, read
+from spotlight_weights.weight_errors import WeightsError
 
 SLOTS = ("policy", "old")
 

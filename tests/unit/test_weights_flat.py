@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.weights.flat import as_bytes, checksum, cut
+from spotlight_weights.flat import as_bytes, checksum, cut
 
 
 @given(st.lists(st.integers(0, 300), max_size=12), st.integers(1, 8))

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from spotlight.weights import bundle as bundles_module
-from spotlight.weights.bundle import Bundle, WeightsManifest, content_digest, pack
-from spotlight.weights.node_cache import SHARED_MEMORY, NodeCache
-from spotlight.weights.weight_errors import NoSpaceError, WeightsError
+from spotlight_weights import bundle as bundles_module
+from spotlight_weights.bundle import Bundle, WeightsManifest, content_digest, pack
+from spotlight_weights.node_cache import SHARED_MEMORY, NodeCache
+from spotlight_weights.weight_errors import NoSpaceError, WeightsError
 
 
 def version(number: int, size: int = 1000) -> tuple[WeightsManifest, bytes]:
@@ -189,9 +189,9 @@ FILL = """
 import resource, sys
 from pathlib import Path
 import torch
-from spotlight.weights.bundle import pack
-from spotlight.weights.weight_errors import NoSpaceError
-from spotlight.weights.node_cache import NodeCache
+from spotlight_weights.bundle import pack
+from spotlight_weights.weight_errors import NoSpaceError
+from spotlight_weights.node_cache import NodeCache
 
 small, big = (pack(1, 0, {"policy": {"w": torch.ones(n)}}, 1) for n in (1_000, 1_000_000))
 if sys.argv[2] == "limit":

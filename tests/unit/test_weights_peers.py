@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from spotlight.weights import cuda_ipc, peers
-from spotlight.weights.peers import PROTOCOL, FetchedWeights, WeightServer, fetch_from_peer
-from spotlight.weights.served_weights import ServedWeights
-from spotlight.weights.weight_errors import PeerLostError, WeightsError
+from spotlight_weights import cuda_ipc, peers
+from spotlight_weights.peers import PROTOCOL, FetchedWeights, WeightServer, fetch_from_peer
+from spotlight_weights.served_weights import ServedWeights
+from spotlight_weights.weight_errors import PeerLostError, WeightsError
 
 SHAPES: Mapping[str, tuple[int, ...]] = {
     "a.weight": (33, 65),

@@ -140,7 +140,7 @@ def cpu() -> Iterator[Finding]:
 
 def shared_memory() -> Iterator[Finding]:
     """Room in /dev/shm: NCCL, Ray's object store and the weights that a node's workers share lie there."""
-    from spotlight.weights.node_cache import SHARED_MEMORY
+    from spotlight_weights.node_cache import SHARED_MEMORY
 
     try:
         usage = shutil.disk_usage(SHARED_MEMORY)

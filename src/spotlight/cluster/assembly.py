@@ -41,11 +41,11 @@ from spotlight.runtime.recorder import CONTROLLER_FILE
 from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.types import NodeId, NodeKind
 from spotlight.store.run_directory import RunDirectory
-from spotlight.weights.node_cache import cache_directory
 from spotlight_fleet.providers.node_provider import NodeProvider
 from spotlight_rewards.base.files import discard
 from spotlight_rewards.base.prompts import Prompt, PromptId
 from spotlight_rewards.pool.reward_pool import RewardPool
+from spotlight_weights.node_cache import cache_directory
 
 LOGS_FOLDER = "attempts"
 _NAME_MAX = 24

@@ -24,8 +24,8 @@ from spotlight.scheduler import events as ev
 from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.types import NodeId, PolicyVersion
 from spotlight.store.checkpoints import CheckpointStore
-from spotlight.weights.bundle import WeightsManifest
 from spotlight_rewards.base.prompts import PromptId
+from spotlight_weights.bundle import WeightsManifest
 
 T = TypeVar("T")
 VERSIONS_KEPT = 2

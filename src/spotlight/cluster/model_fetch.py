@@ -26,8 +26,6 @@ from spotlight.dry_run.model_plan import planned_files
 from spotlight.registry import FAMILIES
 from spotlight.scheduler.types import NodeKind
 from spotlight.testbed import pipeline_directory
-from spotlight.weights.locks import held
-from spotlight.weights.weight_errors import WeightsError
 from spotlight_files.hub_list import asked_hub
 from spotlight_files.hub_snapshot import (
     ModelFileServer,
@@ -43,6 +41,8 @@ from spotlight_files.hub_snapshot import (
 )
 from spotlight_files.pipeline_files import PipelineFiles, is_hub_id, without_transformer_weights
 from spotlight_files.snapshot_copy import fetch_snapshot
+from spotlight_weights.locks import held
+from spotlight_weights.weight_errors import WeightsError
 
 log = logging.getLogger("spotlight.files")
 

@@ -34,9 +34,9 @@ from torch.optim import Optimizer
 from spotlight.models.slots import Slot, WeightSlots
 from spotlight.training.sharded_files import TensorReader
 from spotlight.training.sharding import Ranks
-from spotlight.weights.flat import digest_of
 from spotlight_rewards.base.errors import UserError
 from spotlight_rewards.base.file_errors import needs_user, storage_error
+from spotlight_weights.flat import digest_of
 
 T = TypeVar("T")
 

@@ -38,9 +38,9 @@ from spotlight.runtime.assembly import components as build
 from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId, WorkerId
 from spotlight.training.learner import Learner
 from spotlight.training.recompute import recompute
-from spotlight.weights.flat import digest_of
 from spotlight_kernels import fuse as fusing
 from spotlight_rewards.base.prompts import PromptId
+from spotlight_weights.flat import digest_of
 
 HALF = torch.bfloat16
 ROUNDING: Mapping[torch.dtype | None, float] = {None: 1e-5, HALF: 5e-2}

@@ -24,9 +24,9 @@ from spotlight.cluster.learner.failures import RAISED_MAX, STUCK_MAX, Failures
 from spotlight.cluster.learner.learner_rank import LearnerRank
 from spotlight.cluster.learner.life import FINAL, CallLimits, Deadlines, End, Life, RankHandle, described
 from spotlight.cluster.remote_calls import AbandonedError, Notify
-from spotlight.weights.bundle import WeightsManifest
 from spotlight_rewards.base.errors import UserError
 from spotlight_rewards.base.prompts import Prompt
+from spotlight_weights.bundle import WeightsManifest
 
 START_FAILED: tuple[type[Exception], ...] = (AbandonedError, *FINAL)
 """Errors that end a life during its start."""

@@ -58,12 +58,12 @@ from spotlight.training.batching.conditions import Conditions
 from spotlight.training.batching.redistribute import passes_of, share_of
 from spotlight.training.lora_export import whole_state
 from spotlight.training.sharding import Meeting, Ranks, process_group
-from spotlight.weights.bundle import WeightsManifest, pack
-from spotlight.weights.flat import digest_of
 from spotlight_kernels.measure.step_profile import StepProfiler
 from spotlight_rewards.base.errors import ConfigError, Problem
 from spotlight_rewards.base.prompts import Prompt, PromptId
 from spotlight_rewards.base.yaml_tree import parse_yaml
+from spotlight_weights.bundle import WeightsManifest, pack
+from spotlight_weights.flat import digest_of
 
 log = logging.getLogger("spotlight.learner")
 

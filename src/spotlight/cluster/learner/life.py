@@ -17,11 +17,11 @@ from spotlight.scheduler import effects as ef
 from spotlight.scheduler.cluster.answer_limits import AGREE, REMEMBERED, longest_s
 from spotlight.training.learner_state import StateError
 from spotlight.training.settings import TrainingError
-from spotlight.weights.bundle import WeightsManifest
-from spotlight.weights.weight_errors import WeightsError
 from spotlight_files.model_errors import ModelError
 from spotlight_rewards.base.errors import ConfigError
 from spotlight_rewards.base.file_errors import StoreError
+from spotlight_weights.bundle import WeightsManifest
+from spotlight_weights.weight_errors import WeightsError
 
 P = ParamSpec("P")
 T = TypeVar("T")

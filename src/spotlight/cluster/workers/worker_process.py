@@ -39,15 +39,15 @@ from spotlight.runtime.assembly.learner_parts import rollout_slots
 from spotlight.scheduler.effects import PullWeights
 from spotlight.scheduler.events import PullFailed
 from spotlight.scheduler.types import Phase, Purpose, WorkerId
-from spotlight.weights.flat import digest_of
-from spotlight.weights.node_cache import NodeCache
-from spotlight.weights.peers import WeightServer, fetch_from_peer
-from spotlight.weights.served_weights import ServedWeights
-from spotlight.weights.weight_errors import PeerLostError, WeightsError
 from spotlight.worker.interfaces import Command, HeadClient, HeadLostError, Leave, WorkerDependencies
 from spotlight.worker.loop import WorkerLoop
 from spotlight.worker.reports import Report, ReportedValue
 from spotlight_kernels.measure.step_profile import StepProfiler
+from spotlight_weights.flat import digest_of
+from spotlight_weights.node_cache import NodeCache
+from spotlight_weights.peers import WeightServer, fetch_from_peer
+from spotlight_weights.served_weights import ServedWeights
+from spotlight_weights.weight_errors import PeerLostError, WeightsError
 
 log = logging.getLogger(__name__)
 

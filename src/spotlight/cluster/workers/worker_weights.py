@@ -12,10 +12,10 @@ import torch
 
 from spotlight.models.slots import Slot, WeightSlots
 from spotlight.scheduler.effects import PullWeights
-from spotlight.weights.bundle import WeightsManifest, bind
-from spotlight.weights.node_cache import NodeCache
-from spotlight.weights.weight_errors import NoSpaceError, WeightsError
 from spotlight.worker.interfaces import HeadClient, LoadError
+from spotlight_weights.bundle import WeightsManifest, bind
+from spotlight_weights.node_cache import NodeCache
+from spotlight_weights.weight_errors import NoSpaceError, WeightsError
 
 
 def version_name(version: int, lineage: int) -> str:

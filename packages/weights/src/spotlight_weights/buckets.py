@@ -14,9 +14,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from spotlight.weights import cuda_ipc
-from spotlight.weights.weight_errors import NoSpaceError, PeerLostError, WeightsError
-from spotlight.weights.wire import Channel
+from spotlight_weights import cuda_ipc
+from spotlight_weights.weight_errors import NoSpaceError, PeerLostError, WeightsError
+from spotlight_weights.wire import Channel
 
 COUNT = 2
 """Buckets per transfer: one is filled while the other is emptied."""

@@ -23,8 +23,8 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
-from spotlight.weights.staging import ON_DEVICE_BYTES, Kind, carve, gather, nbytes, on_device
-from spotlight.weights.weight_errors import WeightsError
+from spotlight_weights.staging import ON_DEVICE_BYTES, Kind, carve, gather, nbytes, on_device
+from spotlight_weights.weight_errors import WeightsError
 
 _NAMES = {
     torch.float64: "F64",

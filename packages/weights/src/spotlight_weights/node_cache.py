@@ -24,9 +24,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from spotlight.weights.bundle import Bundle, WeightsManifest, open_bundle
-from spotlight.weights.locks import held, lock_until, private_directory, try_lock
-from spotlight.weights.weight_errors import NoSpaceError, WeightsError
+from spotlight_weights.bundle import Bundle, WeightsManifest, open_bundle
+from spotlight_weights.locks import held, lock_until, private_directory, try_lock
+from spotlight_weights.weight_errors import NoSpaceError, WeightsError
 
 SHARED_MEMORY = Path("/dev/shm")
 _ENDING = ".safetensors"

@@ -34,14 +34,14 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from spotlight.weights import cuda_ipc
-from spotlight.weights.buckets import COUNT, host_buckets, side_stream, take_cuda, take_host
-from spotlight.weights.bundle import check_same
-from spotlight.weights.flat import Piece, as_bytes, checksum, cut
-from spotlight.weights.locks import private_directory
-from spotlight.weights.served_weights import ServedWeights
-from spotlight.weights.weight_errors import PeerLostError, WeightsError
-from spotlight.weights.wire import Channel, Message, check_address
+from spotlight_weights import cuda_ipc
+from spotlight_weights.buckets import COUNT, host_buckets, side_stream, take_cuda, take_host
+from spotlight_weights.bundle import check_same
+from spotlight_weights.flat import Piece, as_bytes, checksum, cut
+from spotlight_weights.locks import private_directory
+from spotlight_weights.served_weights import ServedWeights
+from spotlight_weights.weight_errors import PeerLostError, WeightsError
+from spotlight_weights.wire import Channel, Message, check_address
 
 PROTOCOL = 2
 BUCKET_BYTES = 64 * 2**20

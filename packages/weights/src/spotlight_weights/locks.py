@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from spotlight.weights.weight_errors import WeightsError
+from spotlight_weights.weight_errors import WeightsError
 
 _POLL_FIRST_S, _POLL_LAST_S = 0.002, 0.05
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from spotlight.weights.weight_errors import PeerLostError, WeightsError
+from spotlight_weights.weight_errors import PeerLostError, WeightsError
 
 Message = dict[str, object]
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from spotlight.weights.flat import as_bytes
-from spotlight.weights.weight_errors import PeerLostError, WeightsError
+from spotlight_weights.flat import as_bytes
+from spotlight_weights.weight_errors import PeerLostError, WeightsError
 
 
 class ServedWeights:
