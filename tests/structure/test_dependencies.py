@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 import tomllib
 from importlib.metadata import packages_distributions
@@ -37,3 +38,28 @@ def test_a_package_declares_what_it_imports(package: str) -> None:
             if not {BROUGHT.get(name, name) for name in found} & declared:
                 undeclared.add(f"{file.relative_to(ROOT)} imports {top}")
     assert not undeclared
+
+
+def test_lines_that_install_a_clone_name_every_package_that_the_core_needs() -> None:
+    """What is not there would be looked for on PyPI."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = {canonical(each) for each in project["dependencies"] if each.startswith("spotlight-")}
+    folders = {name.removeprefix("spotlight-") for name in needed}
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True, encoding="utf-8"
+    )
+    lines = 0
+    for name in filter(None, listed.stdout.split("\0")):
+        if Path(name).suffix not in {".md", ".yaml", ".yml", ".lock", ".ipynb", ".sh", ""}:
+            continue
+        for line in (ROOT / name).read_text(encoding="utf-8", errors="replace").splitlines():
+            if (
+                re.search(r"install .*(-e |[ '\"])\.[ '\"\[]", line)
+                and "packages/" in line
+                and "packages/*" not in line
+            ):
+                lines += 1
+                braced = re.search(r"packages/\{([\w,]+)\}", line)
+                named = set(braced[1].split(",")) if braced else set(re.findall(r"packages/(\w+)", line))
+                assert folders <= named, f"{name}: {line.strip()} lacks {sorted(folders - named)}"
+    assert lines >= 5

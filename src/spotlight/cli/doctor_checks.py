@@ -14,7 +14,7 @@ from spotlight.cli.doctor import Finding, Verdict
 from spotlight.report.wording import size
 
 _DISTRIBUTION = "spotlight-rl"
-_PACKAGES = ("kernels", "rewards", "files", "fleet", "plan", "dashboard")
+_PACKAGES = ("kernels", "rewards", "files", "weights", "fleet", "plan", "dashboard")
 _FROM_CLONE = f"pip install -e . {' '.join(f'-e packages/{name}' for name in _PACKAGES)} (in the clone)"
 _DISK_MIN_BYTES = 2**30
 _MEMORY_MIN_BYTES = 4 * 2**30
