@@ -4,7 +4,7 @@
     python scripts/measure_structure.py --walk          # files that a rollout passes during one iteration
     python scripts/measure_structure.py --root OTHER    # of another checkout
 
-``--walk`` trains three iterations of the embedded default in one process and on an emulated Ray cluster, with
+``--walk`` trains four iterations of the embedded default in one process and on an emulated Ray cluster, with
 a mark in every function, and lists two kinds of files of the packages while the second iteration ran:
 those in which a function was given a rollout of it (its id, or a tensor of more than two dimensions, also
 inside of what it was given: ``walk_hook.py``), and all in which any function was called. Start-up,
@@ -131,7 +131,7 @@ def _code_lines(text: str, counts: Counter[str]) -> set[int]:
 
 
 def walk(packages: Sequence[Path], driver: str) -> dict[str, list[str]]:
-    """Files of the packages by :data:`KINDS`, during the middle one of three iterations."""
+    """Files of the packages by :data:`KINDS`, during the second of four iterations."""
     with tempfile.TemporaryDirectory() as folder:
         flags = Path(folder)
         shutil.copy(HOOK, flags / "sitecustomize.py")
@@ -140,9 +140,8 @@ def walk(packages: Sequence[Path], driver: str) -> dict[str, list[str]]:
             "WALK_FLAGS": str(flags),
             "WALK_PACKAGES": ":".join(map(str, packages)),
         }
-        arguments = ["name=walk", f"runs_dir={flags}", "iterations=3", "checkpoint.every=1"]
+        arguments = ["name=walk", f"runs_dir={flags}", "iterations=4", "checkpoint.every=1"]
         arguments += ["evaluation.every=100", "evaluation.images_per_prompt=4", "evaluation.grid_images=1"]
-        arguments += ["metrics.training_pictures_every=0"]
         arguments += ["rollout.prompts_per_iteration=4", "rollout.group_size=4", f"fleet.driver={driver}"]
         command = [sys.executable, "-m", "spotlight.cli", "train", "--plain", *arguments]
         with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:

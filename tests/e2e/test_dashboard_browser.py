@@ -5,6 +5,7 @@ Needs Chromium of the distribution (``apt install chromium``) and Playwright.
 
 from __future__ import annotations
 
+import json
 import re
 import sqlite3
 import time
@@ -21,7 +22,17 @@ import pytest
 from dashboard_page import CHROMIUM, open_view, watched
 from main_job import Job
 from ray_job import running
-from tests.unit.dashboard_run import BEARER, HOSTILE, LONG, PROMPTS, RIGHT_TO_LEFT, TOKEN, make_run, served
+from tests.unit.dashboard_run import (
+    BEARER,
+    HOSTILE,
+    LONG,
+    PROMPTS,
+    RIGHT_TO_LEFT,
+    TOKEN,
+    change_course,
+    make_run,
+    served,
+)
 from tests.unit.store_history import SCRATCH
 
 from spotlight_dashboard.run_folders import RunFolder
@@ -139,7 +150,10 @@ def test_a_row_that_is_written_is_seen_without_reloading(browser: Browser, place
 
 def test_curves_of_seeds_are_drawn_as_their_mean(browser: Browser, tmp_path: Path) -> None:
     for name in ("seed-0", "seed-1"):
-        make_run(tmp_path / name)
+        paths = make_run(tmp_path / name)
+    change_course(paths, 8, {"name": (HOSTILE, "seed-1"), "iterations": (12, 20)})
+    write_page(RunFolder("seed-1", paths.path), tmp_path / "seed-1.html")
+    changed = f"rom iteration 8 on; forked from {HOSTILE}; iterations 12 to 20"
     with served(tmp_path) as address, watched(browser) as page:
         open_view(page, address, "curves", run="seed-0")
         page.get_by_role("checkbox", name="seed-1").check()
@@ -147,6 +161,13 @@ def test_curves_of_seeds_are_drawn_as_their_mean(browser: Browser, tmp_path: Pat
         page.wait_for_selector("text=over the seeds of a configuration: seed-0, seed-1.")
         drawn = page.evaluate("document.querySelector('.js-plotly-plot').data.map((each) => each.name)")
         assert drawn == ["seed-0 +1"]
+        chart = page.locator(f".js-plotly-plot[aria-label$={json.dumps(f'. seed-1 f{changed}')}]").first
+        assert chart.locator(".shapelayer path").count() == 1
+        chart.locator(".annotation-text").hover()
+        page.wait_for_selector(f".hoverlayer :text({json.dumps(HOSTILE)})")
+        for view in ("overview", "curves"):  # of its own file, where no other run is
+            open_view(page, f"file://{tmp_path}/seed-1.html", view, run="seed-1")
+            page.wait_for_selector(f".js-plotly-plot[aria-label$={json.dumps(f'. F{changed}')}]")
 
 
 def test_a_price_of_one_point_is_a_line_and_no_legend_covers_a_title(

@@ -7,7 +7,7 @@ import math
 import random
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -98,6 +98,16 @@ def make_run(directory: Path, iterations: int = 12, *, every: int = 4, planned: 
         write_grid(paths, iteration, list(_tiles(iteration)), columns=GROUP_SIZE, title="evaluation")
         keep_tiles(paths, iteration, list(_trained(iteration)), TRAINING)
     return paths
+
+
+def change_course(
+    paths: RunPaths, iteration: int, changes: Mapping[str, tuple[object, object]], position: int = 1
+) -> None:
+    """As an attempt records that resumes there with other values, and ends at once."""
+    with SqliteLedger(paths.ledger) as ledger:
+        ledger.begin_attempt(pid=2, host="elsewhere", workers={}, now_s=START_S + 10 * ITERATION_S)
+        ledger.record_course(position, iteration, changes, START_S + 10 * ITERATION_S)
+        ledger.end_attempt(Ending.STOPPED)
 
 
 def _write_ledger(ledger: SqliteLedger, iterations: int, every: int) -> None:

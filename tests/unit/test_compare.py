@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import shutil
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-from tests.unit.dashboard_run import make_run
+from tests.unit.dashboard_run import change_course, make_run
 from typer.testing import CliRunner
 
 from spotlight.cli.main import app
@@ -100,6 +101,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             if "validation/graded" in row:
                 row["validation/graded"] = row["validation/strict"] = slope * row["iteration"]
         paths.metrics.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    change_course(paths, 4, {"name": ("<b>'c'\x1b]", "b-0"), "iterations": (12, 20)})
     return folder
 
 
@@ -146,7 +148,12 @@ def test_files_hold_what_the_screen_shows(runs: Path, tmp_path: Path, axis: str)
     rows = list(csv.DictReader(files["csv"].open(encoding="utf-8")))
     assert {row["run"] for row in rows} == {"a-0", "b-0"}
     assert [float(row["validation/strict"]) for row in rows if row["run"] == "a-0"] == [0, 0.08, 0.16]
-    assert files["svg"].read_text(encoding="utf-8").startswith("<svg")
+    drawn = ElementTree.fromstring(files["svg"].read_text(encoding="utf-8"))
+    svg = "{http://www.w3.org/2000/svg}"
+    (mark,) = (each for each in drawn.iter(f"{svg}line") if each.find(f"{svg}title") is not None)
+    assert mark.findtext(f"{svg}title") == "b-0: forked from <b>'c'\\x1b]; iterations 12 to 20"
+    # Both curves end at iteration 8, and 0 to 8 are from 74 to 660: the change is half way.
+    assert axis != "iteration" or float(mark.attrib["x1"]) == pytest.approx((74 + 660) / 2, abs=0.1)
 
 
 def test_a_picture_is_drawn(runs: Path, tmp_path: Path) -> None:

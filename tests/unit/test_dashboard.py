@@ -28,6 +28,7 @@ from tests.unit.dashboard_run import (
     SPOT_USD_H,
     START_S,
     ask,
+    change_course,
     client_of,
     make_run,
     tile_score,
@@ -130,6 +131,34 @@ def test_a_curve_has_four_axes_error_bars_and_gaps(client: TestClient) -> None:
     assert loss["usd"] == pytest.approx([15.0 / 3600 * (row + 1) for row in range(ITERATIONS)])
     assert graded["usd"] == pytest.approx([15.0 / 3600 * row for row in range(0, ITERATIONS, EVERY)])
     assert ask(client, "curve", name="no such metric")["y"] == []
+
+
+def test_a_changed_course_is_marked_on_every_axis_where_the_iterations_before_end(empty_place: Path) -> None:
+    paths = make_run(empty_place / "run", 5)
+    change_course(paths, 2, {"name": (HOSTILE, "run"), "learner.learning_rate": (3e-4, 1e-4)})
+    change_course(paths, 5, {"iterations": (5, 9)}, position=2)  # nothing is made with it yet
+    fork = f"forked from {HOSTILE}"
+    with client_of(empty_place) as client:
+        loss = ask(client, "curve", run="run", name="train/grad_norm")
+        first, last = loss["changes"]
+        assert first["words"] == [fork, "learner.learning_rate 0.0003 to 0.0001"]
+        assert (first["iteration"], last["iteration"]) == (2, 5)
+        for axis in ("samples", "hours", "usd"):
+            assert [first[axis], last[axis]] == [loss[axis][1], loss[axis][4]], axis
+        asked = {"name": "train/grad_norm", "axis": "samples", "run": ["run"]}
+        (group,) = client.get("/api/means", params=asked).json()["groups"]
+        assert [(each["run"], each["x"]) for each in group["changes"]] == [
+            ("run", loss["samples"][at]) for at in (1, 4)
+        ]
+        shown = ask(client, "overview", run="run")["changes"]
+        assert [(each["iteration"], each["words"][0]) for each in shown] == [
+            (2, fork),
+            (5, "iterations 5 to 9"),
+        ]
+    paths.metrics.unlink()
+    with client_of(empty_place) as client:
+        (first, _) = ask(client, "curve", run="run", name="train/grad_norm")["changes"]
+        assert (first["samples"], first["hours"]) == (0, 0)
 
 
 def test_seeds_of_a_configuration_are_one_curve(empty_place: Path) -> None:

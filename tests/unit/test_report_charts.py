@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight_rewards.base.charts import Series, line_chart, ticks
+from spotlight_rewards.base.charts import Mark, Series, line_chart, ticks
 
 SVG = "{http://www.w3.org/2000/svg}"
 finite = st.floats(-1e6, 1e6, allow_nan=False)
@@ -98,3 +98,15 @@ def test_nothing_to_draw_and_uneven_lengths_are_errors() -> None:
         drawn(Series("score", [0, 1], [math.nan, math.inf]))
     with pytest.raises(ValueError, match="lengths"):
         Series("score", [0, 1], [0.5])
+
+
+def test_a_mark_is_a_line_with_what_changed_and_none_is_drawn_beside_the_curves() -> None:
+    text = "learner.learning_rate 0.0003 to 0.0001; <b>'&\x1b[2J " + "x" * 50
+    marks = [Mark(5, text), Mark(10, "last"), Mark(11, "not made yet")]
+    chart = line_chart([Series("a", [0, 10], [0, 1])], title="t", x_label="x", y_label="y", marks=marks)
+    root = ElementTree.fromstring(chart)
+    lines = [each for each in root.iter(f"{SVG}line") if each.find(f"{SVG}title") is not None]
+    assert [each.findtext(f"{SVG}title") for each in lines] == [text.replace("\x1b", "\\x1b"), "last"]
+    assert [float(each.attrib["x1"]) for each in lines] == [(74 + 660) / 2, 660]
+    beside = [each.text for each in root.iter(f"{SVG}text") if "rotate" in each.get("transform", "")]
+    assert beside == ["y", "learner.learning_rate 0.0003 to 0.0001; <b>…", "last"]

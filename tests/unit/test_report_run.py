@@ -49,6 +49,7 @@ from spotlight.scheduler.types import (
     WorkerId,
 )
 from spotlight.store.images import Tile, write_grid
+from spotlight.store.ledger.course_changes import CourseChange
 from spotlight.store.ledger.history import read_history
 from spotlight.store.ledger.ledger_schema import Ending
 from spotlight.store.ledger.sqlite_ledger import GpuSpend, SqliteLedger
@@ -254,6 +255,8 @@ def test_the_audit_tells_what_filled_idle_time(run: RunRecord) -> None:
 
 
 def test_the_card_is_a_folder_of_its_own_with_all_it_shows(run: RunRecord) -> None:
+    course = (CourseChange(1, 7, "learner.learning_rate", 3e-4, 1e-4),)
+    run = replace(run, history=replace(run.history, course=course))
     readme = write_card(run)
     text = readme.read_text()
     matter = yaml.safe_load(text.split("---\n")[1])
@@ -269,7 +272,10 @@ def test_the_card_is_a_folder_of_its_own_with_all_it_shows(run: RunRecord) -> No
     for name in shown:
         content = (readme.parent / name).read_bytes()
         if name.endswith(".svg"):
-            ElementTree.fromstring(content)
+            titles = [
+                each.text for each in ElementTree.fromstring(content).iter() if each.tag.endswith("title")
+            ]
+            assert "learner.learning_rate 0.0003 to 0.0001" in titles
         else:
             assert content.startswith(b"\x89PNG")
     assert "| strict | 0.487 ± 0.020 | 0.781 ± 0.020 | +0.294 = 10.4 x its noise of 0.028 |" in text

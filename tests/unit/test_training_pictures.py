@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import errno
+import math
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import numpy as np
 import pytest
 
-from spotlight.scheduler.types import RolloutId
+from spotlight.runtime.recorder import RunRecorder
+from spotlight.scheduler.effects import CommitCheckpoint
+from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId
 from spotlight.store import training_pictures
-from spotlight.store.images import Tile, drawn_iterations, drop_pictures, read_tile_note
+from spotlight.store.checkpoints import CheckpointStore
+from spotlight.store.images import Tile, drawn_iterations, drop_pictures, keep_tiles, read_tile_note
+from spotlight.store.ledger.sqlite_ledger import SqliteLedger
+from spotlight.store.manifest import CheckpointHeader
 from spotlight.store.metrics import MetricsRow, MetricsWriter
 from spotlight.store.picture_names import TRAINING, tiles_of
 from spotlight.store.run_directory import RunPaths
-from spotlight.store.shown_media import ShownMedia
-from spotlight.store.training_pictures import GROUPS, TrainingPictures, best_and_worst
+from spotlight.store.shown_media import ShownMedia, shown_media
+from spotlight.store.training_pictures import GROUPS, TrainingPictures, best_and_worst, training_tile
 from spotlight_rewards.base.file_errors import StoreError
+from spotlight_rewards.base.prompts import PromptId
 
 PICTURE = np.zeros((8, 8, 3), dtype=np.uint8)
 TILES = [
@@ -110,6 +118,61 @@ def test_they_are_encoded_beside_the_run_and_shown_before_a_later_row(
     assert (first.rollout, first.scores) == ("r0.75", {"reward": 0.75, "judge": 0.25})
     drop_pictures(paths, resume_at=11)
     assert drawn_iterations(paths, TRAINING) == [10]
+
+
+def test_large_ones_are_reduced_before_they_are_held() -> None:
+    rollout = Rollout(RolloutId("r"), Purpose.TRAIN, 0, PromptId("p"), 3, 3, 4, PolicyVersion(0))
+
+    def kept(*shape: int) -> Tile:
+        return training_tile(np.zeros((*shape, 3), np.uint8), "a", rollout, {"reward": 0.5}, 16.0)
+
+    assert kept(512, 300).picture.shape == (512, 300, 3)
+    assert kept(1024, 768).picture.shape == (512, 384, 3)
+    assert kept(5, 64, 64).picture.shape == (5, 64, 64, 3)
+    video = kept(81, 480, 832)
+    assert video.picture.shape == (21, 148, 256, 3)
+    assert video.fps == 4.0  # they last as long
+    assert (video.score, video.rollout, video.member) == (0.5, "r", 3)
+
+
+def test_those_of_a_committed_iteration_are_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Since a run that is killed then goes on after it."""
+    paths, waited_for = run_at(tmp_path), Event()
+    paths.checkpoints.mkdir()
+    stores = training_pictures.keep_tiles
+
+    def slow(*what: object) -> None:
+        assert waited_for.wait(60)
+        stores(*what)  # type: ignore[arg-type]
+
+    class Kept(TrainingPictures):
+        def settle(self, *, before: float = math.inf) -> None:
+            waited_for.set()
+            super().settle(before=before)
+
+    monkeypatch.setattr(training_pictures, "keep_tiles", slow)
+    store, header = CheckpointStore(paths.checkpoints, keep=1), CheckpointHeader(0, 0, "", "")
+    with (
+        SqliteLedger(paths.ledger) as ledger,
+        MetricsWriter(paths, resume_at=0) as metrics,
+        Kept(paths, metrics) as kept,
+    ):
+        ledger.begin_attempt(pid=1, host="h", workers={}, now_s=0.0)
+        parts: Any = (paths, ledger, store, metrics, None, {}, {}, header, None, 1, 16.0, kept, 0.0, 0.0)
+        with monkeypatch.context() as unwaited:
+            unwaited.setattr(kept, "settle", lambda: None)
+            kept.keep(4, TILES)
+        with RunRecorder(*parts).committing(CommitCheckpoint(5, 0, {})):
+            assert len(tiles_of(paths, 4, TRAINING)) == 2
+
+
+def test_a_damaged_one_is_not_shown_again(tmp_path: Path) -> None:
+    paths = run_at(tmp_path)
+    noise = np.random.default_rng(0).integers(256, size=(200, 200, 3), dtype=np.uint8)
+    keep_tiles(paths, 3, [Tile(noise, "a", 1.0), TILES[1]], TRAINING)
+    first = tiles_of(paths, 3, TRAINING)[0]
+    first.write_bytes(first.read_bytes()[:60_000])
+    assert [each.name for each in shown_media(paths, 3, TRAINING)] == ["0-worst"]
 
 
 def test_a_full_disk_ends_the_run_at_its_next_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,10 +26,10 @@ from spotlight.report.wording import count, duration, money, plural, score
 from spotlight.scheduler.types import Purpose
 from spotlight.store.images import drawn_iterations, write_comparison, write_progress
 from spotlight.store.ledger import ledger_queries as queries
-from spotlight.store.ledger.course_changes import course_words
+from spotlight.store.ledger.course_changes import changes_by_iteration, course_words
 from spotlight.store.metrics import GRADED, STRICT
 from spotlight.testbed import TESTBEDS
-from spotlight_rewards.base.charts import Series, line_chart
+from spotlight_rewards.base.charts import Mark, Series, line_chart
 from spotlight_rewards.base.file_errors import storage_errors
 from spotlight_rewards.base.files import write_atomically
 
@@ -250,6 +250,8 @@ def _pictures(run: RunRecord) -> Iterator[Path]:
 
 
 def _charts(run: RunRecord) -> Iterator[tuple[str, str]]:
+    changed = changes_by_iteration(run.history.course)
+    marks = [Mark(iteration, "; ".join(words)) for iteration, words in changed.items()]
     if run.validations:
         iterations = [row.iteration for row in run.validations]
         curves = [
@@ -268,6 +270,7 @@ def _charts(run: RunRecord) -> Iterator[tuple[str, str]]:
                 title="Validation on held-out prompts (band: one standard error)",
                 x_label="iterations trained",
                 y_label="mean score",
+                marks=marks,
             ),
         )
     for name, key, title, label in _CHARTS:
@@ -275,7 +278,7 @@ def _charts(run: RunRecord) -> Iterator[tuple[str, str]]:
         values = [row.values[key] for row in rows]
         if any(value == value for value in values):  # not all NaN
             series = Series(key, [row.iteration for row in rows], values)
-            yield name, line_chart([series], title=title, x_label="iteration", y_label=label)
+            yield name, line_chart([series], title=title, x_label="iteration", y_label=label, marks=marks)
 
 
 def _copied(path: Path, folder: Path) -> str:

@@ -7,7 +7,6 @@ checkpoint is never ahead of the ledger.
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,7 +28,7 @@ from spotlight.store.ledger.sqlite_ledger import GpuSpend, GrantedLease, SqliteL
 from spotlight.store.manifest import CheckpointHeader
 from spotlight.store.metrics import VALIDATION, MetricsRow, MetricsWriter, best_iterations, read_metrics
 from spotlight.store.run_directory import RunPaths
-from spotlight.store.training_pictures import TrainingPictures, best_and_worst
+from spotlight.store.training_pictures import TrainingPictures, best_and_worst, training_tile
 from spotlight.training.learner import Learner
 from spotlight.training.sharding import Ranks
 from spotlight_rewards.base.file_errors import StoreError
@@ -38,7 +37,6 @@ from spotlight_rewards.base.prompts import Prompt, PromptId
 
 CONTROLLER_FILE, LEARNER_FOLDER = "controller.json", "learner"
 Picture = NDArray[np.uint8]
-_FRAMES_MAX = 24
 
 
 class Recorder(Protocol):
@@ -184,7 +182,7 @@ class RunRecorder:
         self.kept.keep(
             iteration,
             [
-                _training_tile(
+                training_tile(
                     pictures[rollout.id], self.prompts[rollout.prompt_id].text, rollout, scores, self.fps
                 )
                 if rollout.id in pictures
@@ -217,6 +215,7 @@ class RunRecorder:
         """Yield a directory for the learner's state, :data:`LEARNER_FOLDER`; leaving the block, which any
         thread may do, commits everything. Call :meth:`committed` then."""
         self.flush()
+        self.kept.settle()  # those of an iteration that is committed are not made again
         self.metrics.sync()
         header = replace(
             self.header,
@@ -309,15 +308,6 @@ class PassiveRecorder:
 
     def committed(self, effect: CommitCheckpoint) -> None:
         """Ignore."""
-
-
-def _training_tile(
-    picture: Picture, prompt: str, rollout: Rollout, scores: Mapping[str, float], fps: float
-) -> Tile:
-    """Of a long video every few frames, at the speed of all: each frame costs as much as a picture."""
-    every = math.ceil(len(picture) / _FRAMES_MAX) if picture.ndim == 4 else 1
-    shown = picture[::every] if every > 1 else picture
-    return Tile(shown, prompt, scores[REWARD], fps / every, (), rollout.member, rollout.id, scores)
 
 
 def _reference(path: str) -> Picture:

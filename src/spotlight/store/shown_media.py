@@ -6,6 +6,7 @@ Reduced: trackers keep a copy of all. The originals stay in the run directory.
 from __future__ import annotations
 
 import io
+import logging
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from spotlight.store.picture_names import TILES, TRAINING, tiles_of
 from spotlight.store.run_directory import RunPaths
 from spotlight_rewards.base.media_files import open_picture
 
+log = logging.getLogger("spotlight")
 _AS_IT_IS_BYTES = 48_000
 _PICTURE_PX, _VIDEO_PX, _FRAMES_MAX = 512, 256, 24
 
@@ -53,9 +55,10 @@ class ShownMedia:
 
 
 def shown_media(paths: RunPaths, iteration: int, folder: str = TILES) -> tuple[ShownMedia, ...]:
-    """What was kept of an iteration, in the order of its grid."""
+    """What was kept of an iteration, in the order of its grid, without files that are damaged."""
     notes = map(read_tile_note, tiles_of(paths, iteration, folder))
-    return tuple(_shown(note, folder) for note in notes if note is not None)
+    found = (_shown(note, folder) for note in notes if note is not None)
+    return tuple(shown for shown in found if shown is not None)
 
 
 def place_of(path: Path) -> tuple[int, str]:
@@ -64,13 +67,18 @@ def place_of(path: Path) -> tuple[int, str]:
     return group, "worst" if worst else "best"
 
 
-def _shown(note: TileNote, folder: str) -> ShownMedia:
+def _shown(note: TileNote, folder: str) -> ShownMedia | None:
+    """None of a damaged file: after a resume, one must not end a run that trains."""
     name, caption = note.path.stem.rpartition("-")[2], f"{note.score:.3f}  {note.caption}"
     if folder == TRAINING:
         name = "{}-{}".format(*place_of(note.path))
         told = ", ".join(f"{curve} {value:.3f}" for curve, value in note.scores.items())
         caption = f"{told}  {note.caption}"
-    content, kind, size = _reduced_file(note)
+    try:
+        content, kind, size = _reduced_file(note)
+    except (OSError, ValueError, SyntaxError) as error:  # what Pillow raises of damaged files
+        log.warning("%s: not shown to trackers, the file is damaged (%s). Delete it.", note.path, error)
+        return None
     return ShownMedia(name, caption, content, kind, size, folder)
 
 

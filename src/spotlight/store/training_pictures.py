@@ -1,6 +1,7 @@
 """Best and worst picture of a few training groups, with all their rewards, every few iterations.
 
-A thread encodes them beside the run's work.
+A thread encodes them beside the run's work. They are reduced before: over a long run whole ones would take
+gigabytes of disk, and eight whole videos as much memory.
 """
 
 from __future__ import annotations
@@ -11,7 +12,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
 
-from spotlight.scheduler.types import RolloutId
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from spotlight.scheduler.records import REWARD
+from spotlight.scheduler.types import Rollout, RolloutId
 from spotlight.store.images import Tile, keep_tiles
 from spotlight.store.metrics import MetricsWriter
 from spotlight.store.picture_names import TRAINING
@@ -20,6 +26,7 @@ from spotlight.store.shown_media import ShownMedia, shown_media
 from spotlight_rewards.base.file_errors import StoreError, storage_errors
 
 GROUPS = 4
+PICTURE_PX, VIDEO_PX, FRAMES_MAX = 512, 256, 24
 
 
 def best_and_worst(
@@ -38,6 +45,26 @@ def best_and_worst(
     widest = max(ends, key=lambda pair: value(pair[0]) - value(pair[1]))
     evenly = (ends[at * len(ends) // GROUPS] for at in range(GROUPS))
     return list(dict.fromkeys([highest, widest, *evenly]))[:GROUPS]
+
+
+def training_tile(
+    picture: NDArray[np.uint8], prompt: str, rollout: Rollout, scores: Mapping[str, float], fps: float
+) -> Tile:
+    """At most :data:`PICTURE_PX` a side; of a video :data:`VIDEO_PX`, and every few frames at its speed."""
+    every = math.ceil(len(picture) / FRAMES_MAX) if picture.ndim == 4 else 1
+    if picture.ndim == 4:
+        shown = np.stack([_reduced(frame, VIDEO_PX) for frame in picture[::every]])
+    else:
+        shown = _reduced(picture, PICTURE_PX)
+    return Tile(shown, prompt, scores[REWARD], fps / every, (), rollout.member, rollout.id, scores)
+
+
+def _reduced(picture: NDArray[np.uint8], side_px: int) -> NDArray[np.uint8]:
+    if max(picture.shape[:2]) <= side_px:
+        return picture
+    image = Image.fromarray(picture)
+    image.thumbnail((side_px, side_px))
+    return np.asarray(image)
 
 
 class TrainingPictures:

@@ -17,11 +17,11 @@ from spotlight_dashboard.run_folders import RunFolder
 from spotlight_dashboard.views import gallery as gallery_views
 from spotlight_dashboard.views.curves import (
     ALL_POINTS,
+    Booked,
     CurveReader,
-    SpentDollars,
     curve,
     curve_names,
-    read_spent,
+    read_booked,
 )
 from spotlight_dashboard.views.findings import RunLimits
 from spotlight_dashboard.views.lanes import lanes
@@ -102,7 +102,7 @@ class RunAnswers:
     _kept: OrderedDict[tuple[object, ...], _Kept[Json | None]] = field(default_factory=OrderedDict)
     _headlines: dict[RunFolder, _Kept[Json]] = field(default_factory=dict)
     _figures: dict[RunFolder, _Kept[tuple[RunFigure, ...]]] = field(default_factory=dict)
-    _spent: dict[RunFolder, _Kept[SpentDollars]] = field(default_factory=dict)
+    _booked: dict[RunFolder, _Kept[Booked]] = field(default_factory=dict)
     _readers: dict[RunFolder, CurveReader] = field(default_factory=dict)
     _audits: dict[RunFolder, _Audit] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
@@ -146,21 +146,21 @@ class RunAnswers:
         """See :func:`.means.run_curve`."""
         with self._lock:
             reader = self._readers.setdefault(run, CurveReader(run))
-        dollars = read_spent(run) if axis == "usd" else None
+        booked = read_booked(run, dollars=axis == "usd")
         with reader.columns() as columns:
-            found = curve(columns, name, dollars, ALL_POINTS)
+            found = curve(columns, name, booked, ALL_POINTS)
         return run_curve(run.name, run.settings().tree, found, axis)
 
     def _curves(self, run: RunFolder, what: str, query: Query) -> Json:
         with self._lock:
             reader = self._readers.setdefault(run, CurveReader(run))
-            spent = self._spent.setdefault(run, _Kept())
+            kept = self._booked.setdefault(run, _Kept())
         if what == "metrics":
             with reader.columns() as columns:
                 return curve_names(columns)
-        dollars = spent.fresh(run, lambda: read_spent(run))
+        booked = kept.fresh(run, lambda: read_booked(run))
         with reader.columns() as columns:
-            return curve(columns, query.get("name", ""), dollars)
+            return curve(columns, query.get("name", ""), booked)
 
     def _audit(self, run: RunFolder, *, asked: bool) -> Json:
         """The newest audit, made again if the run has changed since, and it is quick or ``asked`` for.

@@ -20,6 +20,15 @@ DRAWN = 60
 
 
 @dataclass(frozen=True, slots=True)
+class CurveChange:
+    """What changed in a run's configuration from an iteration on, and where on the axis; None: unknown."""
+
+    iteration: int
+    x: float | None
+    words: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
 class RunCurve:
     """One run's curve.
 
@@ -32,6 +41,7 @@ class RunCurve:
     settings: Mapping[str, object]
     x: Sequence[float]
     y: Sequence[float]
+    changes: Sequence[CurveChange] = ()
 
     def at(self, x: float) -> float | None:
         """The last value at or before ``x``."""

@@ -53,9 +53,15 @@ def read_course(connection: sqlite3.Connection, since: int = 0) -> tuple[CourseC
     )
 
 
+def changes_by_iteration(changes: Sequence[CourseChange]) -> dict[int, list[str]]:
+    """In words, by the iteration from which on."""
+    found: dict[int, list[str]] = {}
+    for change in changes:
+        found.setdefault(change.iteration, []).append(change.words)
+    return found
+
+
 def course_words(changes: Sequence[CourseChange]) -> list[str]:
     """A sentence for each iteration at which something changed."""
-    by_iteration: dict[int, list[str]] = {}
-    for change in changes:
-        by_iteration.setdefault(change.iteration, []).append(change.words)
-    return [f"from iteration {iteration} on: {'; '.join(words)}" for iteration, words in by_iteration.items()]
+    changed = changes_by_iteration(changes).items()
+    return [f"from iteration {iteration} on: {'; '.join(words)}" for iteration, words in changed]

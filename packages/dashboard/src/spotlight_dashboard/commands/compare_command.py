@@ -7,7 +7,6 @@ import io
 import json
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
@@ -20,7 +19,7 @@ from spotlight_rewards.base.errors import UserError
 from spotlight_rewards.commands.exit_codes import errors_without_traceback
 
 if TYPE_CHECKING:
-    from spotlight_dashboard.comparison import Interval, RunCurve, Seeds
+    from spotlight_dashboard.comparison import CurveChange, Interval, RunCurve, Seeds
     from spotlight_dashboard.views.curves import CurveColumns
 
 Axis: TypeAlias = Literal["iteration", "samples", "hours", "usd"]
@@ -82,7 +81,7 @@ def compare(
         assert reference is not None, "a group with points has an end"
         reached = reference.mean if target is None else target
         _show(groups, at, name, by, reached)
-        _tell_courses(directories)
+        _tell_courses(groups)
         for path, text in ((csv_path, _csv), (json_path, _json)):
             if path is not None:
                 path.write_text(text(groups, at, name, by, reached), encoding="utf-8")
@@ -122,15 +121,15 @@ def _columns(directory: Path) -> CurveColumns:
 def _read(directory: Path, name: str, by: Axis) -> RunCurve:
     from spotlight.config.load import changed_keys, load_dump
     from spotlight_dashboard.run_folders import RunFolder
-    from spotlight_dashboard.views.curves import ALL_POINTS, curve, read_spent
+    from spotlight_dashboard.views.curves import ALL_POINTS, curve, read_booked
     from spotlight_dashboard.views.means import run_curve
 
     path = directory.resolve()
     folder = RunFolder(path.name, path)
-    dollars = read_spent(folder) if by == "usd" else None
+    booked = read_booked(folder, dollars=by == "usd")
     changed = changed_keys(load_dump(folder.paths.config, installed=False))
     settings = {key: value for key, (value, _) in changed.items()}
-    return run_curve(path.name, settings, curve(_columns(directory), name, dollars, ALL_POINTS), by)
+    return run_curve(path.name, settings, curve(_columns(directory), name, booked, ALL_POINTS), by)
 
 
 def _known(groups: Sequence[Seeds]) -> str:
@@ -160,20 +159,18 @@ def _show(groups: Sequence[Seeds], at: Sequence[float], name: str, by: Axis, tar
             )
 
 
-def _tell_courses(directories: Sequence[Path]) -> None:
+def _tell_courses(groups: Sequence[Seeds]) -> None:
     """A run that changed on its way is not what its configuration says from the start."""
-    from spotlight.store.ledger import ledger_queries as queries
-    from spotlight.store.ledger.course_changes import course_words, read_course
-    from spotlight.store.run_directory import RunPaths
-
     console = Console(highlight=False, markup=False)
-    for directory in directories:
-        ledger = RunPaths(directory).ledger
-        if not ledger.exists():
-            continue
-        with closing(queries.open_readonly(ledger)) as connection:
-            for words in course_words(read_course(connection)):
-                console.print(f"{directory.name} {words}", soft_wrap=True)
+    for run, change in _changes(groups):
+        words = "; ".join(change.words)
+        console.print(f"{run} from iteration {change.iteration} on: {words}", soft_wrap=True)
+
+
+def _changes(groups: Sequence[Seeds]) -> Iterator[tuple[str, CurveChange]]:
+    for group in groups:
+        for run in group.runs:
+            yield from ((run.run, each) for each in run.changes)
 
 
 def _show_differences(groups: Sequence[Seeds], changed: dict[str, list[object]]) -> None:
@@ -232,7 +229,7 @@ def _fields(found: Interval | None) -> dict[str, float | int | None]:
 
 def _draw(groups: Sequence[Seeds], name: str, by: Axis, path: Path) -> None:
     from spotlight_dashboard.comparison import DRAWN, points
-    from spotlight_rewards.base.charts import Series, line_chart
+    from spotlight_rewards.base.charts import Mark, Series, line_chart
 
     def lines() -> Iterator[Series]:
         for group in groups:
@@ -241,7 +238,13 @@ def _draw(groups: Sequence[Seeds], name: str, by: Axis, path: Path) -> None:
             band = None if any(map(math.isnan, half)) else half
             yield Series(group.name, [x for x, _ in found], [each.mean for _, each in found], band)
 
-    drawn = line_chart(list(lines()), title=name, x_label=by, y_label=name.rpartition("/")[2])
+    marks = [
+        Mark(change.x, f"{run}: {'; '.join(change.words)}")
+        for run, change in _changes(groups)
+        if change.x is not None
+    ]
+    y_label = name.rpartition("/")[2]
+    drawn = line_chart(list(lines()), title=name, x_label=by, y_label=y_label, marks=marks)
     if path.suffix == ".svg":
         path.write_text(drawn, encoding="utf-8")
         return

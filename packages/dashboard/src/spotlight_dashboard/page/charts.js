@@ -59,10 +59,11 @@ const plain = (text) => String(text).slice(0, 120).replaceAll("&", "&amp;").repl
 /**
  * Draw curves into `place`, an element that stays. A curve: {name, x, y, stderr?, dash?, colour?, bars?, steps?};
  * with `steps` a value holds until the next, and x are times. Markers are drawn where points are few.
+ * A change of the configuration: {x, iteration, words, run?}, a line with what changed under the pointer.
  */
 async function drawCurves(
   place,
-  { title, xLabel, yLabel, curves, stacked = false, height = 270, xRange = null },
+  { title, xLabel, yLabel, curves, changes = [], stacked = false, height = 270, xRange = null },
 ) {
   const shown = curves.filter((curve) => curve.y.some(known));
   if (!shown.length) return renew(place, empty(`${title}: nothing recorded yet.`));
@@ -117,6 +118,7 @@ async function drawCurves(
     automargin: true,
   };
   const narrow = place.clientWidth < 520;
+  const marks = changes.filter(({ x }) => known(x));
   const layout = {
     title: { text: plain(title), font: { size: 14 }, x: 0, xref: "paper", xanchor: "left" },
     height,
@@ -138,6 +140,16 @@ async function drawCurves(
         ? { orientation: "h", y: -0.32, x: 0 }
         : { orientation: "h", y: 1.02, yanchor: "bottom", x: 1, xanchor: "right" },
     hovermode: "closest",
+    shapes: marks.map(({ x }) => ({
+      type: "line",
+      yref: "paper",
+      ...{ x0: x, x1: x, y0: 0, y1: 1 },
+      line: { color: inColour("--faint"), width: 1, dash: "dot" },
+    })),
+    annotations: marks.map((change) => ({
+      ...{ x: change.x, y: 1, yref: "paper", yanchor: "top", text: "▾", showarrow: false },
+      hovertext: changeInWords(change).slice(0, 12).map(plain).join("<br>"),
+    })),
   };
   const options = {
     responsive: true,
@@ -148,9 +160,17 @@ async function drawCurves(
   place.setAttribute("role", "img");
   place.setAttribute(
     "aria-label",
-    `${title}: ${shown.map((curve) => `${curve.name} ends at ${figure(curve.y.findLast(known))}`).join(", ")}`,
+    [
+      `${title}: ${shown.map((curve) => `${curve.name} ends at ${figure(curve.y.findLast(known))}`).join(", ")}`,
+      ...marks.map((change) => changeInWords(change).join("; ")),
+    ].join(". "),
   );
 }
+
+const changeInWords = ({ iteration, words, run }) => [
+  `${run ? `${run} from` : "From"} iteration ${iteration} on`,
+  ...words,
+];
 
 /** Exponential moving average of weight `share`; gaps stay. */
 function smoothed(values, share) {

@@ -180,6 +180,7 @@ async function validationChart(place, found) {
       y: rows.map((row) => row[name]),
       stderr: rows.map((row) => row[`${name}_stderr`] ?? 0),
     })),
+    changes: found.changes.map((change) => ({ ...change, x: change.iteration })),
   });
 }
 
@@ -296,6 +297,9 @@ const curveChoice = {
   chosen: null,
   filter: "",
 };
+
+/** Where along an axis the configuration changed; `run` is told where there are several. */
+const changesOf = ({ changes }, axis, run) => changes.map((change) => ({ ...change, x: change[axis], run }));
 
 function curvesView(place, { run, runs }) {
   const choice = curveChoice;
@@ -447,6 +451,7 @@ function curvesView(place, { run, runs }) {
           stderr: choice.smoothing ? null : each.stderr,
           dash: DASHES[index % DASHES.length],
         })),
+        changes: found.flatMap((each, index) => changesOf(each, choice.axis, found[1] && together[index])),
       });
       const thinned = found.filter((each) => each.points > each.y.length);
       return thinned.length
@@ -468,6 +473,7 @@ function curvesView(place, { run, runs }) {
         stderr: choice.smoothing ? null : each.half,
         dash: DASHES[index % DASHES.length],
       })),
+      changes: groups.flatMap((each) => each.changes),
     });
     const several = groups.filter((each) => each.runs.length > 1);
     return several.length
@@ -827,6 +833,7 @@ function explorationView(place, { run }) {
             title: name,
             xLabel: "iteration",
             curves: [{ name, x: found.iteration, y: found.y, stderr: found.stderr }],
+            changes: changesOf(found, "iteration"),
             height: 220,
           });
         }),

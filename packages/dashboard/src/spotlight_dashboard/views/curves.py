@@ -6,7 +6,7 @@ import json
 import math
 import os
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +15,7 @@ from threading import Lock
 from typing import TypeAlias
 
 from spotlight.store.ledger import ledger_queries as queries
+from spotlight.store.ledger.course_changes import CourseChange, changes_by_iteration, read_course
 from spotlight.store.metrics import ITERATION, JUDGED, SAMPLES_TRAINED, STDERR, VALIDATION, WALL_S
 from spotlight_dashboard.figures import Json, finite, thinned
 from spotlight_dashboard.metric_names import VALIDATION_GRADED
@@ -30,6 +31,19 @@ METRICS_BYTES_MAX = 512 << 20
 _QUOTED_GRADED = f'"{VALIDATION_GRADED}"'.encode()
 SpentDollars: TypeAlias = tuple[list[int], list[float]] | None
 """(iterations, dollars spent by the end of each); None without a ledger."""
+
+
+@dataclass(frozen=True, slots=True)
+class Booked:
+    """What a run's ledger says about its curves.
+
+    Attributes:
+        spent: None where it was not asked for, too.
+        course: what the run's configuration was changed to on the way, and whose fork it is.
+    """
+
+    spent: SpentDollars = None
+    course: tuple[CourseChange, ...] = ()
 
 
 @dataclass(slots=True)
@@ -145,7 +159,7 @@ def curve_names(columns: CurveColumns) -> Json:
     }
 
 
-def curve(columns: CurveColumns, name: str, spent: SpentDollars, points_max: int = POINTS_MAX) -> Json:
+def curve(columns: CurveColumns, name: str, booked: Booked, points_max: int = POINTS_MAX) -> Json:
     """One metric on all four axes, thinned to about ``points_max``; empty if the run lacks it."""
     rows, values = columns.at.get(name, array("q")), columns.values.get(name, array("d"))
     kept = thinned(values, points_max)
@@ -161,18 +175,34 @@ def curve(columns: CurveColumns, name: str, spent: SpentDollars, points_max: int
         "iteration": [columns.iteration[row] for row in shown],
         "samples": [columns.samples[row] for row in shown],
         "hours": [finite(columns.wall_s[row] / 3600) for row in shown],
-        "usd": _dollars(spent, [columns.iteration[row] for row in shown], name.startswith(VALIDATION)),
+        "usd": _dollars(booked.spent, [columns.iteration[row] for row in shown], name.startswith(VALIDATION)),
         "y": [finite(values[index]) for index in kept],
         "stderr": [finite(errors.get(row)) for row in shown] if errors else None,
+        "changes": list(_changes(columns, booked)),
     }
 
 
-def read_spent(run: RunFolder) -> SpentDollars:
-    """:func:`spent_usd` of a run's ledger. Raises :class:`LedgerError` if it cannot be read."""
+def _changes(columns: CurveColumns, booked: Booked) -> Iterator[Json]:
+    """What changed, and from where on: on each axis what the iterations before had come to."""
+    changed = changes_by_iteration(booked.course)
+    dollars = _dollars(booked.spent, list(changed), evaluated=True)
+    for (iteration, words), usd in zip(changed.items(), dollars, strict=True):
+        row = bisect_left(columns.iteration, iteration) - 1
+        yield {
+            "iteration": iteration,
+            "samples": columns.samples[row] if row >= 0 else 0,
+            "hours": finite(columns.wall_s[row] / 3600) if row >= 0 else 0.0,
+            "usd": usd,
+            "words": words,
+        }
+
+
+def read_booked(run: RunFolder, *, dollars: bool = True) -> Booked:
+    """From a run's ledger, if there is one. Raises :class:`LedgerError` if it cannot be read."""
     if run.readable(run.paths.ledger) is None:
-        return None
+        return Booked()
     with closing(run.open_ledger()) as connection, queries.consistent_reading(connection):
-        return spent_usd(connection)
+        return Booked(spent_usd(connection) if dollars else None, read_course(connection))
 
 
 def spent_usd(connection: Connection) -> tuple[list[int], list[float]]:

@@ -6,14 +6,15 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spotlight_dashboard.comparison import DRAWN, RunCurve, Seeds, grouped, points
+from spotlight_dashboard.comparison import DRAWN, CurveChange, RunCurve, Seeds, grouped, points
 from spotlight_dashboard.figures import Json
 
 
 def run_curve(name: str, settings: Mapping[str, object], found: Mapping[str, Any], axis: str) -> RunCurve:
     """The curve over ``axis``; ``settings`` as of :class:`RunCurve`, or all there are."""
     pairs = sorted((x, y) for x, y in zip(found[axis], found["y"], strict=True) if None not in (x, y))
-    return RunCurve(name, settings, [x for x, _ in pairs], [y for _, y in pairs])
+    changes = [CurveChange(each["iteration"], each[axis], each["words"]) for each in found["changes"]]
+    return RunCurve(name, settings, [x for x, _ in pairs], [y for _, y in pairs], changes)
 
 
 def means(curves: Sequence[RunCurve]) -> Json:
@@ -29,4 +30,9 @@ def _group(seeds: Seeds) -> Json:
         "x": [x for x, _ in line],
         "y": [found.mean for _, found in line],
         "half": [None if math.isnan(found.half) else found.half for _, found in line],
+        "changes": [
+            {"run": run.run, "iteration": each.iteration, "x": each.x, "words": each.words}
+            for run in seeds.runs
+            for each in run.changes
+        ],
     }

@@ -12,6 +12,7 @@ from sqlite3 import Connection, Error
 
 from spotlight.scheduler.types import Purpose
 from spotlight.store.ledger import ledger_queries as queries
+from spotlight.store.ledger.course_changes import changes_by_iteration, read_course
 from spotlight.store.ledger.history import History, read_attempts, read_history, state_of
 from spotlight.store.ledger.ledger_audit import AuditLimits, audit
 from spotlight.store.ledger.ledger_schema import Incident
@@ -62,7 +63,7 @@ def overview(run: RunFolder) -> Json:
     planned = settings.whole("iterations")
     begun: Json = {"name": run.name, "planned": planned, "about": about(settings)}
     if run.readable(run.paths.ledger) is None:
-        return {**begun, "state": "new", "iterations": 0, "validations": [], "row": {}}
+        return {**begun, "state": "new", "iterations": 0, "validations": [], "changes": [], "row": {}}
     with (
         closing(run.open_ledger()) as connection,
         queries.consistent_reading(connection),
@@ -75,6 +76,7 @@ def overview(run: RunFolder) -> Json:
         preemptions, noticed = queries.preemptions(connection)
         nodes = nodes_now(connection)
         seconds = queries.gpu_seconds_by_phase(connection)
+        changed = changes_by_iteration(read_course(connection))
         rows = recent_rows(run, RECENT + 1)
         goal = target(settings, connection, rows[-1] if rows else {})
     state = state_of(attempts)
@@ -100,6 +102,7 @@ def overview(run: RunFolder) -> Json:
         else None,
         "phases": {phase.value: spent for phase, spent in seconds.items() if spent},
         "validations": validation_rows(run),
+        "changes": [{"iteration": iteration, "words": words} for iteration, words in changed.items()],
         "row": rows[-1] if rows else {},
     }
 

@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from itertools import groupby
 from xml.sax.saxutils import escape
 
+from spotlight_rewards.base.terminal import printable
+
 COLOURS = ("#2563c9", "#d9622b", "#1a7f4b", "#8a4fbf", "#b3382c", "#5b6470")
 _PAPER, _INK, _FAINT, _GRID = "#fbfaf7", "#22252a", "#6b7078", "#e4e1d9"
 _WIDTH, _HEIGHT = 680, 340
 _LEFT, _RIGHT, _TOP, _BOTTOM = 74, 20, 68, 50
 _FONT = "font-family='ui-sans-serif, system-ui, Helvetica, Arial, sans-serif'"
 _POINTS_MAX = 40  # longer curves are drawn without markers
+_MARK_LETTERS = 44
 _LEAST = 1e-290  # what is less counts as 0: torch may make the processor flush what is below 2e-308
 
 
@@ -41,6 +44,14 @@ class Series:
 
 
 @dataclass(frozen=True, slots=True)
+class Mark:
+    """Where on the x axis something changed, and what: any text, shown beside its line as far as it fits."""
+
+    x: float
+    words: str
+
+
+@dataclass(frozen=True, slots=True)
 class _Frame:
     x: tuple[float, ...]
     y: tuple[float, ...]
@@ -55,8 +66,12 @@ class _Frame:
         return _HEIGHT - _BOTTOM - (y - self.y[0]) / (self.y[-1] - self.y[0]) * (_HEIGHT - _TOP - _BOTTOM)
 
 
-def line_chart(series: Sequence[Series], *, title: str, x_label: str, y_label: str) -> str:
+def line_chart(
+    series: Sequence[Series], *, title: str, x_label: str, y_label: str, marks: Sequence[Mark] = ()
+) -> str:
     """Draw curves into one frame: an SVG document, 680 x 340, legible on light and dark pages.
+
+    Marks where there is no curve are left out.
 
     Raises:
         ValueError: no finite value.
@@ -75,6 +90,7 @@ def line_chart(series: Sequence[Series], *, title: str, x_label: str, y_label: s
     )
     body = [
         *_axes(frame, title, x_label, y_label),
+        *(part for mark in marks if frame.x[0] <= mark.x <= frame.x[-1] for part in _mark(frame, mark)),
         *(part for one, colour in _coloured(series) for part in _band(frame, one, colour)),
         *(part for one, colour in _coloured(series) for part in _curve(frame, one, colour)),
         *_legend(series),
@@ -161,6 +177,17 @@ def _axes(frame: _Frame, title: str, x_label: str, y_label: str) -> Iterator[str
     middle = (_TOP + _HEIGHT - _BOTTOM) / 2
     yield _text((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 12, x_label, anchor="middle")
     yield _text(0, 0, y_label, anchor="middle", extra=f" transform='translate(16 {middle:.1f}) rotate(-90)'")
+
+
+def _mark(frame: _Frame, mark: Mark) -> Iterator[str]:
+    across, words = frame.across(mark.x), printable(mark.words)
+    yield (
+        f"<line x1='{across:.1f}' x2='{across:.1f}' y1='{_TOP}' y2='{_HEIGHT - _BOTTOM}' stroke='{_FAINT}' "
+        f"stroke-dasharray='3 3'><title>{escape(words)}</title></line>"
+    )
+    shown = words if len(words) <= _MARK_LETTERS else f"{words[: _MARK_LETTERS - 1]}…"
+    beside = f" transform='translate({across - 4:.1f} {_HEIGHT - _BOTTOM - 4}) rotate(-90)'"
+    yield _text(0, 0, shown, size=10, extra=beside)
 
 
 def _legend(series: Sequence[Series]) -> Iterator[str]:
