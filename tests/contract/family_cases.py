@@ -280,7 +280,7 @@ CASES: Mapping[str, FamilyCase] = {
             call=call_with_pictures,
             load=load_wan_i2v,
             inputs=animations,
-            wide={"num_layers": 16, "ffn_dim": 1024, **_WIDE},
+            wide={"num_layers": 16, "ffn_dim": 1024, "added_kv_proj_dim": 256, **_WIDE},
             first=(0, 3),  # with an image encoder, and a noise level per token
             trained=(0, 2, 3),
         ),

@@ -336,7 +336,7 @@ def test_activations_are_within_a_tenth_of_the_plans(load: Load, name: str) -> N
     family, costs = loaded.family, loaded.family.activations
     # Of videos, text is a small part of the tokens; in some models it is none.
     prompt, size = ("a", MediaSize(128, 128)) if family.video else ("a word " * 9, MediaSize(64, 64))
-    conditions = family.encode(loaded.case.inputs([prompt] * 2))
+    conditions = family.encode(loaded.case.inputs([prompt] * 2, " ", size))
     condition, text = family.collate(conditions), conditions[0].tokens
     latents, levels = torch.randn(2, *family.latent_shape(size)), torch.tensor([0.3, 0.6])
     found = {}
@@ -394,11 +394,13 @@ def test_a_transformer_from_a_peer_is_the_one_on_disk(
         }
         for key, target in targets.items():
             target.copy_(weights[key])
+    bits = {key: tensor.clone().view(torch.uint8) for key, tensor in base_state(here.transformer).items()}
+    assert all(torch.equal(bits[key], tensor.view(torch.uint8)) for key, tensor in weights.items())
+    # A mapped file's tensors begin anywhere, a peer's at multiples of 64: some CPU kernels round by address.
+    for tensor in (*there.transformer.parameters(), *there.transformer.buffers()):
+        tensor.data = tensor.data.clone()
     setting = Setting(CASES[name].size, steps=2, embedded=here.embedded_guidance)
-    # Equal weights at other addresses may be multiplied with another rounding.
-    assert (
-        np.abs(draw(here, CASES[name], setting)[1] - draw(there, CASES[name], setting)[1]).max() < TOLERANCE
-    )
+    assert np.array_equal(draw(here, CASES[name], setting)[1], draw(there, CASES[name], setting)[1])
 
 
 @pytest.mark.slow  # four processes load everything

@@ -24,6 +24,12 @@ SPLITTING = [
 ]
 
 
+UPRIGHT, LYING = (
+    (str(Path(PICTURES[0]).with_name(name)),) for name in ("tree.png", "square-and-triangle.png")
+)
+"""Of equally many tokens in two shapes, which with text and picture divide among four ranks."""
+
+
 @pytest.fixture(params=SPLITTING, ids=lambda each: f"{each[0]}-{each[1]}")
 def group(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Workers, Work]]:
     """Four workers with a small random pipeline, and three rollouts of prompts of unequal length."""
@@ -33,9 +39,11 @@ def group(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Work
     model = Model(tmp_path / "pipeline", tmp_path / "cache", name, case.max_text_tokens)
     size = case.size.height, case.size.width, case.size.frames
     work = Work((0, 1, 2), size=size, embedded=family.embedded_guidance)
-    if family.references_max:  # of their real size here: 1,024 tokens each
+    if family.references_max > 1:  # of their real size here: 1,024 tokens each
         model = replace(model, max_text_tokens=512)
         work = replace(work, guidance=2.0, references=(PICTURES[:1], PICTURES, PICTURES[:1]))
+    elif family.references_max:
+        work = replace(work, guidance=2.0, references=(UPRIGHT, LYING, UPRIGHT))
     workers = Workers(model, count=4)
     yield workers, work
     workers.close()
@@ -49,5 +57,6 @@ def test_degrees_agree_and_survivors_of_a_killed_rank_finish_its_rollouts(
     for members in (ALL[:2], ALL):
         workers.form(*members)
         assert_same(workers.denoise(work, *members), undisturbed)
-    forwards = 4 if any(work.references) else 1  # with guidance, and references of two shapes
-    kill_and_go_on(workers, undisturbed, "w2", Mishap("kill", 2, 1, forwards), work)
+    forwards = len(set(work.references)) if FAMILIES.load(workers.model.family).reference_tokens else 1
+    passes = 2 if work.guidance > 1 else 1
+    kill_and_go_on(workers, undisturbed, "w2", Mishap("kill", 2, 1, passes * forwards), work)

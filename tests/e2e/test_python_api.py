@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import subprocess
@@ -52,6 +53,8 @@ def test_a_run_from_python_is_that_of_the_command(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(HERE)
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")  # which has no plus-minus sign
+    monkeypatch.setattr(sys, "stdout", terminal)
     tiny = dict(each.split("=", 1) for each in TINY if not each.startswith(("data.", "rewards")))
     keys = {key: load_value(text) for key, text in tiny.items()} | {"evaluation.prompts": None}
     run = spotlight.train(
@@ -59,6 +62,8 @@ def test_a_run_from_python_is_that_of_the_command(
         prompts=PROMPTS, rewards=[redness, {"name": "jpeg_size", "weight": 0.1}], algorithm="diffusion-nft",
         **(keys | {"iterations": 2, "learner": {"lora": {"rank": 2}}}),
     )  # fmt: skip
+    terminal.flush()
+    assert b" ? " in terminal.buffer.getvalue()  # type: ignore[attr-defined]
     assert run.finished
     assert [row["iteration"] for row in run.metrics] == [0, 1]
     assert [row["iteration"] for row in run.evaluations] == [0, 2]

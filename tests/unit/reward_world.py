@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import pickle
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import psutil
+import pytest
 
+from spotlight_rewards.pool.channel import CheckPrompts, Done, Failed, Score, Values
 from spotlight_rewards.pool.reward_pool import RewardPool
+from spotlight_rewards.pool.reward_process import RewardProcess
 from spotlight_rewards.results import RewardFailure, ScoredSample
 from spotlight_rewards.reward import Image
 from spotlight_rewards.reward_config import RewardConfig
@@ -90,6 +95,23 @@ def slow(images, prompts, metadata):
     time.sleep(metadata[0]["sleep_s"])
     return gray(images, prompts, metadata)
 '''
+
+
+def give_up_soon(patch: pytest.MonkeyPatch, about: bytes, deadline_s: float) -> None:
+    """Requests that hold these bytes hang, and have this deadline; others keep the patient one of their
+    reward, however busy the machine is.
+    """
+    ask = RewardProcess.ask
+
+    def ask_in_time(
+        self: RewardProcess, request: Score | CheckPrompts, samples: Sequence[bytes] = ()
+    ) -> Done | Values | Failed:
+        if about in pickle.dumps(request) + b"".join(samples):
+            request = dataclasses.replace(request, deadline_s=deadline_s)
+        return ask(self, request, samples)
+
+    patch.setattr(RewardProcess, "ask", ask_in_time)
+
 
 CHECKED = """
 import time

@@ -82,6 +82,7 @@ def calls(line: str) -> Iterator[list[str]]:
         if words[:1] == ["spotlight"]:
             yield words[1:]
         elif "spotlight.cli" in words:
+            assert words[0] != "torchrun" or "--shutdown-timeout" in words, f"ranks have 30 s to stop: {line}"
             yield words[words.index("spotlight.cli") + 1 :]
 
 

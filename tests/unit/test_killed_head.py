@@ -10,7 +10,7 @@ import asyncio
 import shutil
 import sqlite3
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +66,13 @@ def kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Copies of the run directory, one for each moment of its life."""
     copies: list[Path] = []
 
+    def copied(source: str, target: str) -> None:
+        with suppress(FileNotFoundError) if Path(source).name.startswith(".writing-") else nullcontext():
+            shutil.copy2(source, target)  # a thread writes pictures meanwhile
+
     def copy() -> None:
         copies.append(tmp_path / f"killed-{len(copies)}")
-        shutil.copytree(tmp_path / "run", copies[-1])
+        shutil.copytree(tmp_path / "run", copies[-1], copy_function=copied)
 
     def copied_after(method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **named: Any) -> Any:

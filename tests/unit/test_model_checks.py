@@ -8,12 +8,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import ExifTags, Image
 from safetensors.numpy import save_file
 
 from spotlight.config.load import build_config
 from spotlight.config.schema import RunConfig
-from spotlight.data.datasets import load_prompts
-from spotlight.dry_run.model_checks import require_model, require_references, require_supported
+from spotlight.data.datasets import Prompts, load_prompts
+from spotlight.dry_run.model_checks import (
+    require_model,
+    require_prompts,
+    require_references,
+    require_supported,
+)
 from spotlight.dry_run.model_plan import NotHere, planned_files, read_transformer
 from spotlight.dry_run.run_plan import make_plan, text_tokens
 from spotlight.models.families.qwen_image_21 import QwenImage21
@@ -21,6 +27,7 @@ from spotlight.registry import FAMILIES
 from spotlight_files.model_errors import ModelError
 from spotlight_files.pipeline_files import PipelineFiles
 from spotlight_rewards.base.errors import ConfigError
+from spotlight_rewards.base.prompts import Prompt, PromptId
 from spotlight_rewards.reward import RewardSetupError
 
 A14B = "Wan-AI/Wan2.2-T2V-A14B-Diffusers"
@@ -161,6 +168,47 @@ def test_reference_pictures_are_for_families_that_edit(
 ) -> None:
     with pytest.raises(ModelError, match=message):
         require_references(config(family, "nobody/unpublished"), references, "a cat")
+
+
+@pytest.fixture
+def kontext(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Its published model, which scales references to one of two sizes."""
+    sizes = "diffusers.pipelines.flux.pipeline_flux_kontext.PREFERRED_KONTEXT_RESOLUTIONS"
+    monkeypatch.setattr(sizes, [(800, 1328), (1024, 1024)])
+    return "black-forest-labs/FLUX.1-Kontext-dev"
+
+
+def about(path: Path, size: tuple[int, int], orientation: int = 1) -> Prompts:
+    """Prompts about one picture of (width, height), stored so that it is shown upright."""
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    Image.new("RGB", size).save(path, exif=exif)
+    prompt = Prompt(PromptId("p"), "a cat", {"references": [str(path)]})
+    return Prompts((prompt,), (prompt,))
+
+
+def test_degrees_must_divide_a_picture_its_text_and_its_reference(tmp_path: Path, kontext: str) -> None:
+    split = {"driver": "ray", "sequence_parallel": {"degrees": [1, 2, 4]}}
+    run, path = (
+        config("flux-kontext", kontext, model={"max_text_tokens": 512}, fleet=split),
+        tmp_path / "a.png",
+    )
+    require_model(run)  # 1,024 tokens of the picture, 512 of the text
+    require_prompts(run, about(path, (200, 200)))  # 4,096
+    uneven = (
+        rf"fleet\.sequence_parallel\.degrees has 4; expected divisors of 5686, .*its reference {path}: .*"
+        r"Cut the reference .*change rollout\.height or width, or leave the degree out"
+    )
+    for size, orientation in (((120, 200), 1), ((200, 120), 6)):  # 4,150
+        with pytest.raises(ModelError, match=uneven):
+            require_prompts(run, about(path, size, orientation))
+    with pytest.raises(ModelError, match=r"a\.png has 8 x 200 pixels; expected at least 16 a side"):
+        require_prompts(run, about(path, (8, 200)))
+    path.unlink()
+    with pytest.raises(ModelError, match=r"^reference picture .*a\.png cannot be read \("):
+        require_prompts(
+            run, Prompts((prompt := Prompt(PromptId("p"), "", {"references": [str(path)]}),), (prompt,))
+        )
 
 
 def test_a_published_model_of_another_family_is_reported_with_its_own() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import socket
 import threading
@@ -202,13 +203,14 @@ def test_of_two_notices_the_earliest_counts_and_ray_s_own_drain_is_not_cancelled
 ) -> None:
     told: list[tuple[str, float]] = []
     listener = RayLossListener()
-    listener.noticed = lambda node, left_s, detail: told.append((detail, left_s))  # type: ignore[attr-defined]
+    listener.noticed = lambda node, left_s, detail: told.append((detail, round(left_s)))  # type: ignore[attr-defined]
     listener.notice_cancelled = lambda node, detail: told.append((detail, 0.0))  # type: ignore[attr-defined]
     monkeypatch.setattr(node_membership, "drain_node", lambda *_: True)
     monkeypatch.setattr(NodeMembership, "_ray_ends", lambda self: False)
     drains: dict[str, int] = {}
     monkeypatch.setattr(node_membership, "draining_nodes", lambda: drains)
-    membership = NodeMembership(listener, HERE, SETTINGS, lambda: 0.0)  # type: ignore[arg-type]
+    ticks = itertools.count()  # no two readings are equal
+    membership = NodeMembership(listener, HERE, SETTINGS, lambda: next(ticks) / 1e4)  # type: ignore[arg-type]
 
     def look() -> None:
         membership._look_at_drains()
@@ -228,7 +230,8 @@ def test_of_two_notices_the_earliest_counts_and_ray_s_own_drain_is_not_cancelled
     membership._pass_on(cloud, Message(2, NoticeUpdate.CANCELLED, "it stays", 0.0))
     look()
     later, sooner = (Message(1, NoticeUpdate.NOTICED, "a cloud", left_s) for left_s in (90.0, 9.0))
-    for message in (later, sooner, Message(2, NoticeUpdate.CANCELLED, "it stays", 0.0)):
+    stays = Message(2, NoticeUpdate.CANCELLED, "it stays", 0.0)
+    for message in (later, stays, sooner, stays):
         membership._pass_on(autoscaler, message)
     look()
     back = [("a cloud", 9.0), ("it stays", 0.0), ("Ray drains it nevertheless", 30.0)]

@@ -54,7 +54,7 @@ def kubernetes(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Kubernetes, st
 
 
 def provider(server: str, account: Path, **settings: object) -> KubernetesProvider:
-    given = {"server": server, "account": account, "cluster": "qwen", "timeout_s": 0.5, **settings}
+    given = {"server": server, "account": account, "cluster": "qwen", "timeout_s": 60, **settings}
     return KubernetesProvider(KubernetesSettings.model_validate(given))
 
 
@@ -133,11 +133,11 @@ def test_what_may_pass_is_tried_again_and_reported_when_it_does_not(
     kubernetes: tuple[Kubernetes, str], account: Path
 ) -> None:
     state, server = kubernetes
-    state.faults = [says(500), says(429), slow(1.0)]
-    assert provider(server, account).ask(3, nodes_of(state), []) == 3
+    state.faults = [says(500), says(429), slow(4.0)]
+    assert provider(server, account, timeout_s=2.0).ask(3, nodes_of(state), []) == 3
     state.faults = [slow(1.0)] * 4
     with pytest.raises(ProviderError, match=r"was not done after 0.5 s, in the last of 4 attempts; expected"):
-        provider(server, account).asked([])
+        provider(server, account, timeout_s=0.5).asked([])
     state.faults = [says(500)] * 4
     with pytest.raises(ProviderError, match=r"answered 500 \(.*out of order"):
         provider(server, account).asked([])
@@ -241,7 +241,7 @@ def test_the_server_must_show_a_certificate_of_the_service_accounts_authority(ac
     state = Kubernetes()
     with serving_kubernetes(state, context) as server:
         assert server.startswith("https:")
-        assert provider(server, account, timeout_s=5.0).asked([]) == 2
+        assert provider(server, account).asked([]) == 2
         certificate.write_text("")
         with pytest.raises(ProviderError, match="cannot be read as certificates"):
             provider(server, account).asked([])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import socket
 import threading
 import urllib.request
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 
@@ -23,7 +25,9 @@ GOOD = RewardScore(1.0, {})
 
 
 @pytest.fixture(autouse=True)
-def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_pauses_by_a_clock_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    readings = itertools.count(1)  # a millisecond each
+    monkeypatch.setattr(outages, "time", SimpleNamespace(monotonic=lambda: next(readings) / 1e3))
     monkeypatch.setattr(outages, "PAUSE_S", 1e-4)
     monkeypatch.setattr(outages, "PAUSE_MAX_S", 1e-3)
 
@@ -62,6 +66,22 @@ def test_a_sample_that_is_never_answered_takes_no_other_with_it() -> None:
 
     found = made.outlast(score, 4, together=False)
     assert [isinstance(each, RewardScore) for each in found] == [True, False, True, True]
+
+
+def test_samples_that_are_asked_alone_have_no_more_patience_than_a_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, _ = outage(outage_s=60)
+    calls: list[int] = []
+    monkeypatch.setattr(outages, "time", SimpleNamespace(monotonic=lambda: 1.0 + 20 * len(calls)))
+
+    def score(which: Sequence[int]) -> list[Outcome]:
+        calls.append(len(which))  # each takes 20 s
+        return [GOOD if calls == [8, 8, 1] else AWAY for _ in which]
+
+    found = made.outlast(score, 8, together=False)
+    assert [isinstance(each, RewardScore) for each in found] == [True] + [False] * 7
+    assert calls == [8, 8, 1, 1]
 
 
 def test_a_failure_of_another_kind_is_not_asked_again() -> None:

@@ -16,7 +16,7 @@ from types import MappingProxyType
 import numpy as np
 import psutil
 import pytest
-from tests.unit.reward_world import ask, has_ended, pictures, reward_modules, spec, totals
+from tests.unit.reward_world import ask, give_up_soon, has_ended, pictures, reward_modules, spec, totals
 
 from spotlight_rewards.pool.reward_pool import RewardPool
 from spotlight_rewards.pool.reward_process import PoolClosedError
@@ -112,9 +112,10 @@ class TestCheck:
             with pytest.raises(RewardInputError, match="prompt 'OPEN' lacks 'SALE'"):
                 pool.check(["a SALE", "OPEN"], [{}, {}])
 
-    def test_a_check_that_fails_itself_is_no_input_error(self) -> None:
+    def test_a_check_that_fails_itself_is_no_input_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        give_up_soon(monkeypatch, b"hang", 1.0)
         reward = RewardConfig(name="checked:reward_of_quotes", params={"word": "OPEN"})
-        with RewardPool([reward], start_deadline_s=1.0) as pool:
+        with RewardPool([reward]) as pool:
             with pytest.raises(RewardSetupError, match="check of reward 'reward_of_quotes' raised KeyError"):
                 pool.check(["bug"], [{}])
             with pytest.raises(

@@ -24,6 +24,7 @@ import pytest
 import uvicorn
 from PIL import Image
 from tests.unit.reward_server import Reply, as_json, decoded, reward_server
+from tests.unit.reward_world import give_up_soon
 
 from spotlight_rewards.endpoints.flow_factory import FlowFactory
 from spotlight_rewards.endpoints.json_client import png_base64
@@ -76,8 +77,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.chdir(folder)
         configs = [
-            RewardConfig(name="service_rewards:level", deadline_s=2, retries=0),
-            RewardConfig(name="jpeg_size", deadline_s=20),
+            RewardConfig(name="service_rewards:level", deadline_s=60, retries=0),
+            RewardConfig(name="jpeg_size", deadline_s=60),
         ]
         pools = {each.curve: stack.enter_context(RewardPool([each])) for each in configs}
         with served(pools, "secret") as url:
@@ -128,7 +129,10 @@ def test_the_http_reward_gets_the_same_scores_as_a_pool_here(service: str) -> No
     assert found == {"score": [10.0, 20.0, 30.0], "asked": [0.0, 1.0, 2.0]}
 
 
-def test_a_picture_that_kills_or_hangs_the_reward_fails_alone(service: str) -> None:
+def test_a_picture_that_kills_or_hangs_the_reward_fails_alone(
+    service: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give_up_soon(monkeypatch, bytes([254]) * 24, 2.0)
     found = Http(server=place(service), reward="level")(grays(10, 255, 20, 254), ["a"] * 4, [{}] * 4)["score"]
     assert (found[0], found[2]) == (10.0, 20.0)
     assert isinstance(found[1], SampleError)

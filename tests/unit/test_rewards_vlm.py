@@ -186,14 +186,14 @@ def test_a_server_that_recovers_costs_only_time() -> None:
 
 
 def test_a_whole_batch_has_a_deadline() -> None:
-    limits = {"timeout_s": 1.0, "batch_timeout_s": 0.3, "concurrency": 2}
+    limits = {"timeout_s": 60, "batch_timeout_s": 0.3, "concurrency": 2}
     with reward_server(hang) as server:
         found = judge(server.url, (0, 1, 2, 3), answer="grade", endpoint=limits)["score"]
     assert all("batch_timeout_s=0.3" in str(each) for each in found)
 
 
 def test_who_answers_none_of_a_batch_is_away_also_to_requests_that_waited_for_their_turn() -> None:
-    limits = {"timeout_s": 0.2, "batch_timeout_s": 0.3, "concurrency": 1, "retries": 0}
+    limits = {"timeout_s": 1.0, "batch_timeout_s": 1.5, "concurrency": 1, "retries": 0}
     with reward_server(hang) as server:
         found = judge(server.url, (0, 1, 2), answer="grade", endpoint=limits)["score"]
     assert ["batch_timeout_s" in str(each) for each in found] == [False, True, True]

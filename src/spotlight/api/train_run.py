@@ -98,7 +98,9 @@ def trained(config: RunConfig, *, plain: bool) -> Run:
     from spotlight.cli.runs.progress import make_progress
     from spotlight.cli.runs.train import driver_of, in_a_folder
     from spotlight.runtime.preflight import finished_summary, require_startable
+    from spotlight_rewards.commands.any_terminal import print_on_any_terminal
 
+    print_on_any_terminal()
     progress = make_progress(config, plain)
     with progress, in_a_folder(config, progress.note) as config:
         if finished_summary(config) is None:

@@ -81,9 +81,25 @@ def require_supported(config: RunConfig, files: PipelineFiles | None) -> None:
 
 
 def require_prompts(config: RunConfig, prompts: Prompts) -> None:
-    """:func:`require_references` of every prompt."""
-    for prompt in (*prompts.train, *prompts.test):
+    """:func:`require_references` of every prompt, and degrees that split samples with each reference.
+
+    Raises:
+        ModelError: see above; of degrees only where the model's files are known here.
+    """
+    every = (*prompts.train, *prompts.test)
+    for prompt in every:
         require_references(config, prompt.references, prompt.text)
+    asked, files, family = config.fleet.sequence_parallel, planned_files(config), family_of(config)
+    splits = [split for degree in asked.degrees if (split := asked.split(degree)) > 1]
+    if isinstance(files, NotHere) or not splits:
+        return
+    tokens, text = (
+        family.read_dimensions(files).tokens(media_size(config.rollout)),
+        config.model.max_text_tokens,
+    )
+    for reference in dict.fromkeys(path for prompt in every for path in prompt.references):
+        for split in splits:
+            family.check_reference_split(files, split, tokens, text, reference)
 
 
 def require_references(config: RunConfig, references: Sequence[str], prompt: str = "") -> None:

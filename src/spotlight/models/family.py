@@ -313,6 +313,12 @@ class ModelFamily(FamilyTraits, ABC):
             text_tokens: limit per prompt.
         """
 
+    @classmethod
+    def check_reference_split(
+        cls, files: PipelineFiles, degree: int, tokens: int, text_tokens: int, reference: str
+    ) -> None:
+        """As :meth:`check_split`, of samples with this reference picture; errors name the whole key."""
+
     def check_parts(self) -> None:
         """Raise :class:`ModelError` if the loaded parts belong to different models."""
 

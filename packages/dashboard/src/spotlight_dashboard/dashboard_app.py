@@ -129,19 +129,22 @@ def _add_answers(app: FastAPI, shown: ShownRuns, answers: RunAnswers) -> None:
         shown_figures = {name: SILENT_FIGURES if each is None else each for name, each in found.items()}
         return Response(exposition(shown_figures), headers={"Content-Type": CONTENT_TYPE})
 
-    @app.get("/api/runs/{name}/{kind}/{iteration}/{index}")
-    async def picture(
-        name: str, kind: Literal["picture", "training"], iteration: int, index: int
-    ) -> Response:
-        run, folder = (await shown.look()).get(name), FOLDERS[kind]
-        found = (
-            await shown.ask(run, "picture", lambda run: picture_of(run, iteration, index, folder))
-            if run
-            else None
-        )
-        if found is None:
-            return text(404, "no such picture")
-        return Response(found, media_type="image/png", headers={"Cache-Control": "no-cache"})
+    def add_pictures(kind: str, folder: str) -> None:
+        # The kind in full: a pattern would also take other addresses of four parts.
+        @app.get(f"/api/runs/{{name}}/{kind}/{{iteration}}/{{index}}")
+        async def picture(name: str, iteration: int, index: int) -> Response:
+            run = (await shown.look()).get(name)
+            found = (
+                await shown.ask(run, "picture", lambda run: picture_of(run, iteration, index, folder))
+                if run
+                else None
+            )
+            if found is None:
+                return text(404, "no such picture")
+            return Response(found, media_type="image/png", headers={"Cache-Control": "no-cache"})
+
+    for kind, folder in FOLDERS.items():
+        add_pictures(kind, folder)
 
     @app.get("/api/runs/{name}/{what}")
     async def answer(name: str, what: str, request: Request) -> Response:

@@ -276,15 +276,15 @@ class NodeMembership:
                     # 0 is an end at no stated time, as of idle nodes.
                     left_s = max(0.0, ends_ms / 1000 - time.time()) if ends_ms > 0 else _UNSTATED_S
                     watched.drained_s = self._clock() + left_s
-                    self._notice(watched, left_s, "Ray drains it")
+                    self._notice(watched, watched.drained_s, "Ray drains it")
         if self._drains is None:
             self._drains = self._helpers.submit(draining_nodes)
 
-    def _notice(self, watched: _Watched, remaining_s: float, detail: str) -> None:
+    def _notice(self, watched: _Watched, ends_s: float, detail: str) -> None:
         """Of several notices the earliest deadline counts."""
-        if remaining_s < watched.ends_s - self._clock():
-            watched.ends_s = self._clock() + remaining_s
-            self._listener.noticed(watched.node, remaining_s, detail)
+        if ends_s < watched.ends_s:
+            watched.ends_s = ends_s
+            self._listener.noticed(watched.node, ends_s - self._clock(), detail)
 
     def _lose(self, watched: _Watched) -> None:
         del self._watched[watched.node.ray_id]
@@ -386,14 +386,14 @@ class NodeMembership:
                 # For good: Ray goes on draining it after a cancelled notice.
                 watched.told = True
                 self._helpers.submit(drain_node, node.ray_id, message.remaining_s, message.detail)
-                self._notice(watched, message.remaining_s, message.detail)
-            case NoticeUpdate.CANCELLED if watched.ends_s == watched.drained_s:
+                self._notice(watched, self._clock() + message.remaining_s, message.detail)
+            case NoticeUpdate.CANCELLED if watched.ends_s == watched.drained_s < math.inf:
                 log.info("node %s: Ray drains it nevertheless: %s", node.name, message.detail)
             case NoticeUpdate.CANCELLED:
                 watched.ends_s = math.inf
                 self._listener.notice_cancelled(node, message.detail)
                 if watched.drained_s < math.inf:
-                    self._notice(watched, watched.drained_s - self._clock(), "Ray drains it nevertheless")
+                    self._notice(watched, watched.drained_s, "Ray drains it nevertheless")
             case NoticeUpdate.REBALANCE:
                 log.info("node %s: %s", node.name, message.detail)
             case NoticeUpdate.UNWATCHED:

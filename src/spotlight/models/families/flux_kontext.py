@@ -17,10 +17,12 @@ from torch import Tensor, nn
 
 from spotlight.models.condition import GRIDS, REFERENCES
 from spotlight.models.families.flux import Flux
-from spotlight.models.family import ConditionBatch, Instruction, MediaSize, encode_image, pack
+from spotlight.models.family import ConditionBatch, Instruction, MediaSize, ModelError, encode_image, pack
 from spotlight.models.family_facts import ActivationCosts, read_models
+from spotlight.models.shared.checks import require_even_split
 from spotlight.models.shared.rows import by_kind
-from spotlight.models.text.references import open_reference
+from spotlight.models.text.references import open_reference, reference_sides
+from spotlight_files.pipeline_files import PipelineFiles
 
 
 class FluxKontext(Flux):
@@ -42,6 +44,20 @@ class FluxKontext(Flux):
     def size_arguments(cls, height: int, width: int, frames: int) -> dict[str, object]:
         return super().size_arguments(height, width, frames) | {"max_area": height * width}
 
+    @classmethod
+    def check_split(cls, degree: int, tokens: int, text_tokens: int) -> None:
+        """Depends on the reference: :meth:`check_reference_split`."""
+
+    @classmethod
+    def check_reference_split(
+        cls, files: PipelineFiles, degree: int, tokens: int, text_tokens: int, reference: str
+    ) -> None:
+        """As FLUX.1's, with the reference's tokens."""
+        unit = cls.read_dimensions(files).patch_px
+        height, width = _scaled(reference, *reference_sides(reference), unit)
+        shown = height // unit * (width // unit)
+        require_even_split(degree, tokens + text_tokens + shown, "FLUX", reference)
+
     def condition_shapes(self, text_tokens: int) -> dict[str, tuple[int, ...]]:
         """FLUX.1's, the reference's packed latents, and its rows and columns."""
         reference = {REFERENCES: (self.reference_tokens, self.dimensions.channels), GRIDS: (1, 2)}
@@ -57,14 +73,10 @@ class FluxKontext(Flux):
     def _reference(self, path: str) -> Tensor:
         """Normalised latents [1, channels, height, width]."""
         from diffusers.image_processor import VaeImageProcessor
-        from diffusers.pipelines.flux import pipeline_flux_kontext as reference
 
         picture, unit = open_reference(path), self.dimensions.patch_px
         resizer = VaeImageProcessor(vae_scale_factor=unit)
-        height, width = resizer.get_default_height_width(picture)
-        sizes = reference.PREFERRED_KONTEXT_RESOLUTIONS
-        _, width, height = min((abs(width / height - w / h), w, h) for w, h in sizes)
-        height, width = height // unit * unit, width // unit * unit
+        height, width = _scaled(path, picture.height, picture.width, unit)
         pixels = resizer.preprocess(resizer.resize(picture, height, width), height, width)
         return encode_image(self.vae, pixels.to(self.device, torch.float32).unsqueeze(2))
 
@@ -88,3 +100,17 @@ class FluxKontext(Flux):
             return self.forward(model, *inputs, embedded, positions)[:, :tokens]
 
         return by_kind(model, grids, run)
+
+
+def _scaled(path: str, height: int, width: int, unit: int) -> tuple[int, int]:
+    """(height, width) that the pipeline scales a reference to; ``unit``: the pixels of a token's side."""
+    from diffusers.pipelines.flux import pipeline_flux_kontext as pipeline
+
+    rows, columns = height // unit, width // unit
+    if not (rows and columns):
+        raise ModelError(
+            f"reference picture {path} has {width} x {height} pixels; expected at least {unit} a side"
+        )
+    sizes = pipeline.PREFERRED_KONTEXT_RESOLUTIONS
+    _, width, height = min((abs(columns / rows - w / h), w, h) for w, h in sizes)
+    return height // unit * unit, width // unit * unit

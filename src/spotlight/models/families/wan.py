@@ -224,8 +224,12 @@ class Wan(ModelFamily):
 
     def decode_frames(self, latents: Tensor, size: MediaSize) -> Tensor:
         """Frame by frame; above 720p in overlapping tiles."""
-        self.vae.use_tiling = size.height * size.width > _UNTILED_PX
+        self.tile(size)
         return decode_normalised(self.vae, latents)
+
+    def tile(self, size: MediaSize) -> None:
+        """Set whether the VAE works on frames of this size in tiles."""
+        self.vae.use_tiling = size.height * size.width > _UNTILED_PX
 
     @cached_property
     def _boundary(self) -> float | None:

@@ -4,7 +4,7 @@ Traps of the reference:
 - 2.1 and 2.2-A14B take, beside the noisy latents, a mask of the first frame and the latents of a video of the
   picture and grey frames, as channels; 2.1 also what a CLIP sees in the picture.
 - 2.2-5B takes the picture's latents in place of the first frame's, at noise level 0, and puts them there in
-  the end. Here the velocity of the first frame leads there: in the last step, exactly.
+  the end. Here the velocity of the first frame leads there: in the last step, up to rounding.
 - The hub's 2.2-5B names ``WanPipeline``, which draws from text.
 - 2.1's attention takes the last 512 tokens for text, and those before for the picture.
 - The CLIP processor's class needs torchvision: here is the one without.
@@ -70,7 +70,8 @@ class WanI2V(Wan):
         channels = (
             (z, "the VAE's z_dim") if self._time_per_token else (2 * z + frames, "latents, mask, latents")
         )
-        return {"in_channels": channels, "image_dim": width}
+        last = (None, "a model of first and last frames (FLF2V) takes two pictures")
+        return {"in_channels": channels, "image_dim": width, "pos_embed_seq_len": last}
 
     def condition_shapes(self, text_tokens: int) -> dict[str, tuple[int, ...]]:
         """Wan's; the first frame's latents [frames, rows, columns, channels], of which one may stand for all;
@@ -98,6 +99,7 @@ class WanI2V(Wan):
             *pixels.shape[:2], 0 if self._time_per_token else size.frames - 1, *pixels.shape[3:]
         )
         frames = torch.cat([pixels, grey], dim=2).to(self.device, torch.float32)
+        self.tile(size)
         latents = encode_normalised(self.vae, frames)[0].permute(1, 2, 3, 0)
         return found | {FIRST_FRAME: latents.to(self.dtype)}
 

@@ -32,11 +32,19 @@ def _found(config: Mapping[str, object], key: str) -> object:
     return sum(value) if key.startswith("sum of ") else list(value)
 
 
-def require_even_split(degree: int, tokens: int, model: str) -> None:
-    """Raise :class:`ModelError` unless ``degree`` divides the tokens of a picture and its text."""
+def require_even_split(degree: int, tokens: int, model: str, reference: str = "") -> None:
+    """Raise :class:`ModelError` unless ``degree`` divides the tokens of a picture, its text and reference."""
     if tokens % degree:
+        key = "fleet.sequence_parallel.degrees" if reference else "degrees"
+        parts, remedy = (
+            ("a picture and its text", "Change")
+            if not reference
+            else (
+                f"a picture, its text and its reference {reference}",
+                "Cut the reference to other proportions, change",
+            )
+        )
         raise ModelError(
-            f"degrees has {degree}; expected divisors of {tokens}, the tokens of a picture and its text: "
-            f"{model} takes no text mask, so nothing can be padded. Change rollout.height or width, or leave "
-            "the degree out"
+            f"{key} has {degree}; expected divisors of {tokens}, the tokens of {parts}: {model} takes no "
+            f"text mask, so nothing can be padded. {remedy} rollout.height or width, or leave the degree out"
         )

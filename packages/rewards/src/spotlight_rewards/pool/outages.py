@@ -86,7 +86,7 @@ class Outage:
             for at, outcome in zip(again, score(again), strict=True):
                 outcomes[at] = outcome
             if not together:
-                _look_for_one(score, outcomes, away, turn)
+                _look_for_one(score, outcomes, away, turn, end_s)
         raise AssertionError("unreachable")
 
     def _tell(self, outcome: Outcome) -> None:
@@ -122,14 +122,18 @@ def _look_for_one(
     outcomes: list[Outcome],
     away: Sequence[int],
     turn: int,
+    end_s: float,
 ) -> None:
-    """One sample may hold up its whole batch: where another one alone is answered, all are asked alone."""
+    """One sample may hold up its whole batch: where another one alone is answered, all are asked alone, until
+    the outage ends: each may take as long as a batch."""
     if len(away) == 1 or not all(_is_away(outcomes[at]) for at in away):
         return
     alone, *others = *away[turn % len(away) :], *away[: turn % len(away)]
     [outcomes[alone]] = score([alone])
     if not _is_away(outcomes[alone]):
         for at in others:
+            if time.monotonic() >= end_s:
+                break
             [outcomes[at]] = score([at])
 
 
