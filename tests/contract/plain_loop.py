@@ -89,6 +89,19 @@ class PlainLoop:
         call = type(pipe).__call__.__wrapped__  # without torch.no_grad
         pipe.__class__ = type("Differentiable", (type(pipe),), {"__call__": call})
         self._pipe = pipe
+        self._given: tuple[Tensor, Tensor] | None = None
+        if getattr(pipe.config, "expand_timesteps", False) and hasattr(pipe, "image_processor"):
+            self._remember_given()
+
+    def _remember_given(self) -> None:
+        prepare = self._pipe.prepare_latents
+
+        def remembered(*args: Any, **kwargs: Any) -> Any:
+            latents, condition, mask = prepare(*args, **kwargs)
+            self._given = condition, mask
+            return latents, condition, mask
+
+        self._pipe.prepare_latents = remembered
 
     def trained(self) -> dict[str, torch.nn.Parameter]:
         """Parameters, of a LoRA named as in its file; those of two transformers by component."""
@@ -112,7 +125,13 @@ class PlainLoop:
         try:
             self._case.call(self._pipe, self._family, x[None], setting)
         except _Predicted as predicted:
-            return predicted.velocity[0].float()
+            velocity = predicted.velocity[0].float()
+            if self._given is None:
+                return velocity
+            condition, mask = (
+                self._given
+            )  # the call puts this part in at its end, whatever was predicted there
+            return torch.where(mask[0].bool(), velocity, (x - condition[0].float()) / sigma)
         raise AssertionError("the pipeline took no step")
 
     def step(self, samples: Sequence[PlainSample], algorithm: str) -> float:

@@ -224,7 +224,9 @@ def test_one_step_equals_that_of_a_plain_loop(
     )
     norm = loop.step([plain_sample(sample) for sample in samples], algorithm)
     after, plain = slots.state("policy"), loop.trained()
-    assert after.keys() == plain.keys()
+    assert after.keys() <= plain.keys()
+    # diffusers gives image-to-video models empty layers for what a LoRA of text-to-video lacks.
+    assert not any(plain[name].any() for name in plain.keys() - after.keys())
     updates = torch.cat([(after[name] - before[name]).flatten() for name in before])
     differences = torch.cat([(after[name] - plain[name].detach()).flatten() for name in before])
     relative = float(differences.abs().max() / updates.abs().max())
