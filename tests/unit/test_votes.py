@@ -327,10 +327,11 @@ def test_votes_become_scores_whatever_is_killed(run: Path, brightest_wins: list[
 
 def test_without_a_vote_the_deadline_ends_it_and_a_later_vote_counts(run: Path) -> None:
     box = BallotBox(run / "votes")
-    with pool_of(run, deadline_s=1.0, retries=1) as pool:
+    with pool_of(run, deadline_s=3.0, retries=1) as pool:
         pids = pool.pids
         pending = pool.submit(grays(1, 2), ["a"] * 2, [{}] * 2)
         while not (ballots := box.awaited()):
+            assert not pending.done(), "no ballot was opened before the deadline"
             time.sleep(0.02)
         late = pending.result().samples
         assert pool.pids != pids  # killed at its deadline, and again

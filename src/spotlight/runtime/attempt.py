@@ -131,7 +131,7 @@ def open_attempt(
             recorder.ledger.record_scorers(scored_by)
             if recorder.ledger.prompts_at(kept) != prompts.ids:
                 recorder.ledger.record_prompts(prompts.ids)
-            _record_estimate(config, directory, ranks, anew=bool(course))  # by what is still the old course
+            _record_estimate(config, directory, ranks, changed=bool(course))  # by what is still the old course
             for said in recorder.ledger.record_course(kept, resume_at, course, began_s):
                 observer.note(said)
             directory.adopt()
@@ -143,9 +143,9 @@ def open_attempt(
             assert attempt.result is not None, "an attempt that does not fail has a result"
 
 
-def _record_estimate(config: RunConfig, directory: RunDirectory, ranks: Ranks, *, anew: bool) -> None:
+def _record_estimate(config: RunConfig, directory: RunDirectory, ranks: Ranks, *, changed: bool) -> None:
     """Keep what the run is expected to take from before it begins, and again where its course changes."""
-    if directory.estimate.exists() and not anew:
+    if directory.estimate.exists() and not changed:
         return
     directory.estimate.unlink(missing_ok=True)  # of another course
     try:
