@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from spotlight.dry_run.model_plan import ModelSizes, family_of, read_sizes
 from spotlight.dry_run.reward_plan import reward_parts, reward_places
 from spotlight.dry_run.run_plan import make_plan, parameters_trained
 from spotlight.registry import FAMILIES
+from spotlight_plan.commands.fit import published
 from spotlight_plan.commands.fit.fit_option import small_fits
 
 ROOT = Path(__file__).parents[2]
@@ -103,6 +105,15 @@ def test_the_doctor_names_what_a_gpu_can_train(monkeypatch: pytest.MonkeyPatch) 
     assert "--fit auto" in sixteen.found
     assert one.verdict is Verdict.WARN
     assert "no published model" in one.found
+
+
+def test_a_model_that_two_families_train_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(published, "usual", lambda name, path: name)
+    monkeypatch.setattr(published, "usual_needs", lambda config: SimpleNamespace(memory=()))
+    monkeypatch.setattr(published, "fit", lambda config, *_: config)
+    found = list(published.published_fits(0.0))
+    assert len(found) == len(dict(found))
+    assert dict(found)["Wan-AI/Wan2.2-TI2V-5B-Diffusers"] == "wan"
 
 
 @pytest.mark.parametrize("recipe", SMALL_RECIPES, ids=lambda path: path.stem)

@@ -72,11 +72,17 @@ def usual_needs(config: RunConfig) -> Needs:
 
 
 def published_fits(usable_bytes: float) -> Iterator[tuple[str, Fit]]:
-    """What a GPU with so much memory takes, by hub id, of all published models."""
+    """What a GPU with so much memory takes, by hub id, of all published models.
+
+    Two families may train one model (Wan's 5B, by text or by a first frame): the first stands for it.
+    """
+    family_of: dict[str, str] = {}
     for name in FAMILIES.built_in:
         for path in FAMILIES.load(name).published:
-            config = usual(name, path)
-            yield path, fit(config, usual_needs(config).memory, usable_bytes)
+            family_of.setdefault(path, name)
+    for path, name in family_of.items():
+        config = usual(name, path)
+        yield path, fit(config, usual_needs(config).memory, usable_bytes)
 
 
 def trained(usable_bytes: float) -> list[str]:
