@@ -336,8 +336,10 @@ def test_layers_without_a_gradient_are_those_that_the_family_names(load: Load, n
 def test_activations_are_within_a_tenth_of_the_plans(load: Load, name: str) -> None:
     loaded = load(name, 0)
     family, costs = loaded.family, loaded.family.activations
-    # Of videos, text is a small part of the tokens; in some models it is none.
-    prompt, size = ("a", MediaSize(128, 128)) if family.video else ("a word " * 9, MediaSize(64, 64))
+    # Of videos, text is a small part of the tokens; in some models it is none, and in those that start from a
+    # picture it always has its full length.
+    side = 384 if family.references_max else 128
+    prompt, size = ("a", MediaSize(side, side)) if family.video else ("a word " * 9, MediaSize(64, 64))
     conditions = family.encode(loaded.case.inputs([prompt] * 2, " ", size))
     condition, text = family.collate(conditions), conditions[0].tokens
     latents, levels = torch.randn(2, *family.latent_shape(size)), torch.tensor([0.3, 0.6])

@@ -131,9 +131,8 @@ def open_attempt(
             recorder.ledger.record_scorers(scored_by)
             if recorder.ledger.prompts_at(kept) != prompts.ids:
                 recorder.ledger.record_prompts(prompts.ids)
-            _record_estimate(
-                config, directory, ranks, changed=bool(course)
-            )  # by what is still the old course
+            # By what is still the old course.
+            _record_estimate(config, directory, ranks, changed=bool(course))
             for said in recorder.ledger.record_course(kept, resume_at, course, began_s):
                 observer.note(said)
             directory.adopt()
