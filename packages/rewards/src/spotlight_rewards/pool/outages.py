@@ -5,7 +5,6 @@ A reward's threads share one :class:`Outage`, which says once that it waits, and
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
@@ -72,10 +71,8 @@ class Outage:
         with self._lock:
             self._began_s = self._began_s or time.monotonic()
             end_s, pause_s = self._began_s + self._reward.outage_s, PAUSE_S
-        for turn in itertools.count():
-            away = [at for at, each in enumerate(outcomes) if _is_away(each)]
-            if not away:
-                return outcomes
+        turn = 0
+        while away := [at for at, each in enumerate(outcomes) if _is_away(each)]:
             left_s = end_s - time.monotonic()
             if left_s <= 0:
                 return [self._given_up(each) for each in outcomes]
@@ -87,7 +84,8 @@ class Outage:
                 outcomes[at] = outcome
             if not together:
                 _look_for_one(score, outcomes, away, turn, end_s)
-        raise AssertionError("unreachable")
+            turn += 1
+        return outcomes
 
     def _tell(self, outcome: Outcome) -> None:
         assert isinstance(outcome, RewardFailure)
