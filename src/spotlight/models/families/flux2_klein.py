@@ -74,6 +74,7 @@ class Flux2Klein(ModelFamily):
 
     @classmethod
     def check_guidance(cls, files: PipelineFiles, scale: float, key: str = "true_cfg_scale") -> None:
+        super().check_guidance(files, scale, key)
         if scale > 1 and files.setting("is_distilled"):
             raise ModelError(
                 f"{key} is {scale:g}; expected 1: {files.root} is distilled (is_distilled in "
@@ -93,7 +94,7 @@ class Flux2Klein(ModelFamily):
                 "out_channels": (channels, "in_channels"),
                 "sum of axes_dims_rope": (self.config.attention_head_dim, "attention_head_dim"),
                 "joint_attention_dim": (joined, f"{_TEXT_LAYERS} x the text encoder's hidden_size"),
-                "guidance_embeds": (False, "it belongs to FLUX.2-dev"),
+                "guidance_embeds": (self.embedded_guidance is not None, "only FLUX.2-dev takes a scale"),
             },
         )
 
@@ -136,7 +137,7 @@ class Flux2Klein(ModelFamily):
         prediction: Tensor = model(
             hidden_states=latents,
             timestep=self.rounded(sigma),
-            guidance=None,
+            guidance=None if embedded is None else torch.full_like(sigma, embedded),
             encoder_hidden_states=text,
             txt_ids=torch.cartesian_prod(zero, zero, zero, words)[None],
             img_ids=torch.cartesian_prod(zero, rows, columns, zero)[None],
