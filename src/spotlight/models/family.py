@@ -301,8 +301,8 @@ class ModelFamily(FamilyTraits, ABC):
         """Raise :class:`ModelError` (``<key> is ..``) if the pipeline has no true guidance, or ignores it."""
         if scale > 1 and cls.guidance_argument is None:
             raise ModelError(
-                f"{key} is {scale:g}; expected 1: {cls.pipeline_class} takes no negative prompt. Set it to 1; "
-                "its guidance is rollout.embedded_guidance"
+                f"{key} is {scale:g}; expected 1: {cls.pipeline_class} takes no negative prompt. Set it to "
+                "1; its guidance is rollout.embedded_guidance"
             )
 
     @classmethod

@@ -1,8 +1,8 @@
 """FLUX.2-dev, over diffusers' ``Flux2Pipeline``: FLUX.2-klein's transformer, larger and guidance-distilled.
 
 Traps of the reference:
-- Prompts stand in a chat with a fixed system message; three hidden states of Mistral Small (10, 20 and 30) are
-  joined.
+- Prompts stand in a chat with a fixed system message; three hidden states of Mistral Small (10, 20, 30)
+  are joined.
 - It knows no negative prompt: ``guidance_scale`` is the model's input, so true guidance is an error.
 - The tokenizer's class makes a picture processor, which needs torchvision: here is its tokenizer alone.
 - It would also draw from reference pictures: not supported, prompts with some are refused.
