@@ -12,7 +12,7 @@ Traps of the reference:
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +51,7 @@ class Flux2Klein(ModelFamily):
     )
     packed = True
     pads_last = pads_prompts = True  # the model attends to padding, without a mask
-    guidance_argument = "guidance_scale"
+    guidance_argument: ClassVar[str | None] = "guidance_scale"
     splits_sequence = True
     text_tokens_max = 512
     published, tiny_models = read_models(__file__)
