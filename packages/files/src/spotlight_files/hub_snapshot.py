@@ -209,4 +209,4 @@ def _file(root: Path, name: str) -> SnapshotFile:
 def cached_commit(hub_id: str) -> str | None:
     """The commit of a model's main branch in the cache; None: it was never loaded from there."""
     branch = model_directory(cache_directory(), hub_id) / "refs" / "main"
-    return branch.read_text().strip() if branch.is_file() else None
+    return branch.read_text(encoding="utf-8").strip() if branch.is_file() else None
