@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from spotlight.store.run_directory import RunPaths
-from spotlight.store.run_store import Wanted, stored_run
+from spotlight.store.run_store import Wanted, stored_run, stored_runs
 from spotlight_rewards.base.file_errors import StoreError
 
 if TYPE_CHECKING:
@@ -231,8 +231,11 @@ def open(directory: str | Path) -> Run:
     """
     from spotlight.cli.run_argument import run_named
 
-    if (copy := stored_run(str(directory), Wanted.LIGHT)) is not None:
-        return Run(copy, str(directory))
-    if (path := run_named(str(directory))) is None:
-        raise StoreError(f"{directory}: not a run directory (no config.yaml); see `spotlight runs`.")
+    text = str(directory)
+    if (kept := stored_runs(Path(text).parent)) is not None:
+        text = f"{kept.address}/{Path(text).name}"
+    if (copy := stored_run(text, Wanted.LIGHT)) is not None:
+        return Run(copy, text)
+    if (path := run_named(text)) is None:
+        raise StoreError(f"{text}: not a run directory (no config.yaml); see `spotlight runs`.")
     return Run(path)
