@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scripts.marked_part import read_part, write_part
+from spotlight.licences import Licence, licence_of
 from spotlight.models.family import ModelFamily
-from spotlight.models.licences import Licence, licence_of
 from spotlight.registry import FAMILIES
 
 ROOT = Path(__file__).parents[1]

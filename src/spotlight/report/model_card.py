@@ -18,7 +18,7 @@ from contextlib import closing
 from pathlib import Path
 
 from spotlight.config.schema import RunConfig
-from spotlight.models.licences import licence_line
+from spotlight.licences import licence_line
 from spotlight.registry import FAMILIES
 from spotlight.report.final_screen import in_noise, prices, survived
 from spotlight.report.loading import loading_snippet, whole_base_note

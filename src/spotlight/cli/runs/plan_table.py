@@ -25,7 +25,7 @@ from spotlight.dry_run.memory_plan import (
 from spotlight.dry_run.model_plan import ModelSizes, NotHere
 from spotlight.dry_run.reward_plan import RewardPlace
 from spotlight.dry_run.run_plan import Passes, RunPlan
-from spotlight.models.licences import licence_line
+from spotlight.licences import licence_line
 from spotlight.models.media import MediaSize
 from spotlight.report.wording import count, duration, money, size
 from spotlight.store.run_store import StoredRuns

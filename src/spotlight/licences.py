@@ -1,6 +1,6 @@
 """Under which licence the weights of published models are, and whether it allows commercial use.
 
-``families/licences.json`` is the table: what was read, where and when. It is no legal advice, and a licence
+``licences.json`` is the table: what was read, where and when. It is no legal advice, and a licence
 may have changed since.
 """
 
@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from spotlight.testbed import TESTBEDS
-
-_TABLE = Path(__file__).parent / "families" / "licences.json"
+_TABLE = Path(__file__).with_suffix(".json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +22,7 @@ class Licence:
     Attributes:
         commercial: whether commercial use is allowed: yes, no, or within which limits.
         read: the day, ISO 8601.
-        source: the address.
+        source: where; of what comes with Spotlight, itself.
     """
 
     name: str
@@ -37,14 +35,12 @@ class Licence:
 
 
 def licence_of(model: str) -> Licence | None:
-    """Of a published model by its hub id; None: it was not read."""
+    """Of a published model by its hub id, or of a built-in one by its name; None: it was not read."""
     return _read().get(model)
 
 
 def licence_line(path: str) -> tuple[str, str]:
     """The licence of ``model.path`` and where it was read, for people."""
-    if path in TESTBEDS:
-        return "Apache-2.0; commercial use: yes", "it comes with Spotlight"
     if (found := licence_of(path)) is None:
         return "not read", f"ask the publisher of {path}"
     return str(found), f"read on {found.read}: {found.source}"
