@@ -49,11 +49,10 @@ def facts() -> str:
             f"`{model}` ({published.parameters / 1e9:.1f} B)" for model, published in family.published.items()
         )
         sources = dict.fromkeys(published.source for published in family.published.values())
-        guidance = (
-            "true" if family.embedded_guidance is None else f"embedded {family.embedded_guidance:g}, true"
-        )
+        kinds = [] if family.embedded_guidance is None else [f"embedded {family.embedded_guidance:g}"]
+        kinds += [] if family.guidance_argument is None else ["true"]
         lines.append(
-            f"| `{name}` | {models} | {'videos' if family.video else 'pictures'} | {guidance} | "
+            f"| `{name}` | {models} | {'videos' if family.video else 'pictures'} | {', '.join(kinds)} | "
             f"{_yes(family.reuses_blocks)} | {_yes(family.splits_sequence)} | {'<br>'.join(sources)} | "
             f"{_licences(family)} |"
         )

@@ -46,6 +46,7 @@ FAMILIES: Registry[type[ModelFamily]] = Registry(
         "qwen-image-2.1": "spotlight.models.families.qwen_image_21:QwenImage21",
         "z-image": "spotlight.models.families.z_image:ZImage",
         "flux2-klein": "spotlight.models.families.flux2_klein:Flux2Klein",
+        "flux2-dev": "spotlight.models.families.flux2_dev:Flux2Dev",
         "flux": "spotlight.models.families.flux:Flux",
         "flux-kontext": "spotlight.models.families.flux_kontext:FluxKontext",
         "sd3": "spotlight.models.families.sd3:StableDiffusion3",

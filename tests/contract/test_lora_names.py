@@ -123,6 +123,7 @@ COMFYUI: Mapping[str, Rules | None] = {
     "flux": {**double(GELU, ("0", "2")), **SINGLE},
     "flux-kontext": {**double(GELU, ("0", "2")), **SINGLE},
     "flux2-klein": FLUX2,
+    "flux2-dev": FLUX2,
     "sd3": SD3,
     "z-image": z_image("qkv", "out"),
     "wan": WAN,

@@ -210,8 +210,11 @@ def check_pictures(loaded: LoadedFamily) -> None:
 
 def check_inputs(loaded: LoadedFamily) -> None:
     """Pictures depend on prompt, guidance, negative prompt and steps: or equality would prove little."""
-    setting = replace(loaded.case.settings[-1], scale=3.0)
-    others = [replace(setting, scale=1.0), replace(setting, negative="another"), replace(setting, steps=5)]
+    guided = loaded.family.guidance_argument is not None
+    setting = replace(loaded.case.settings[-1], scale=3.0 if guided else 1.0)
+    others = [replace(setting, steps=5)]
+    if guided:
+        others += [replace(setting, scale=1.0), replace(setting, negative="another")]
     if setting.embedded is not None:
         others.append(replace(setting, embedded=setting.embedded + 1))
     _, base = draw(loaded.family, loaded.case, setting)
