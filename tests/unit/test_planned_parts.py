@@ -276,3 +276,16 @@ def test_nothing_is_promised_where_too_few_previews_were_made() -> None:
         NOW,
     )
     assert any("nothing is promised for its target" in line for note in notes for line in note.lines)
+
+
+@pytest.mark.slow  # two processes start
+def test_clusters_ranked_in_several_processes_are_those_ranked_in_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = few_clusters("plan.reserved_nodes=[2, 3, 500]")  # of which the last can train no batch
+    alone = search(file, Goal(deadline_h=1000), NOW)
+    monkeypatch.setattr(planning_search, "SHARED", 1)
+    monkeypatch.setattr(planning_search, "PART", 2)
+    shared = search(file, Goal(deadline_h=1000), NOW, jobs=2)
+    assert repr(shared) == repr(alone)  # NaN equals itself only there
+    assert alone.left_out
