@@ -1,4 +1,4 @@
-"""How large the packages are, and how many of their files a rollout passes.
+"""How large packages and documentation are, and how many files a rollout passes.
 
     python scripts/measure_structure.py                 # sizes, names that occur twice, long functions
     python scripts/measure_structure.py --walk          # files that a rollout passes during one iteration
@@ -56,6 +56,8 @@ def main() -> None:
         for name, figure in measure(package):
             figures[f"{package.name}: {name}"] = figure
             print(f"{package.name + ': ' + name:62} {figure}")
+    figures["documentation words"] = documentation_words(options.root)
+    print(f"{'documentation words (README.md, docs)':62} {figures['documentation words']}")
     if options.walk:
         for driver in options.driver or DRIVERS:
             for kind, files in walk(packages, driver).items():
@@ -73,6 +75,12 @@ def packages_of(root: Path) -> list[Path]:
         (root / "src" / "spotlight").resolve(),
         *sorted(path.parent for path in root.resolve().glob("packages/*/src/*/__init__.py")),
     ]
+
+
+def documentation_words(root: Path) -> int:
+    """Of the README and ``docs``, tables' bars and code included, as ``wc -w`` counts them."""
+    pages = [root / "README.md", *(root / "docs").rglob("*.md")]
+    return sum(len(page.read_text(encoding="utf-8").split()) for page in pages)
 
 
 def measure(package: Path) -> Iterator[tuple[str, int]]:

@@ -20,6 +20,7 @@ from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
 from diffusers.utils import load_image
 
 from spotlight.models.condition import Instruction
+from spotlight.models.families.flux2_dev import read_tokenizer
 from spotlight.models.families.qwen_image_21 import TextProcessor
 from spotlight.models.families.qwen_image_edit import PictureProcessor
 from spotlight.models.family import MediaSize, ModelFamily
@@ -62,7 +63,7 @@ def _parts_but_the_processor(directory: Path) -> dict[str, Any]:
     return {
         name: getattr(importlib.import_module(entry[0]), entry[1]).from_pretrained(directory / name)
         for name, entry in index.items()
-        if isinstance(entry, list) and entry[0] and name not in ("processor", "sample_sigmas")
+        if isinstance(entry, list) and entry[0] and "Processor" not in entry[1] and name != "sample_sigmas"
     }
 
 
@@ -81,6 +82,12 @@ def load_qwen_image_edit(directory: Path) -> Any:
     return diffusers.QwenImageEditPlusPipeline(
         **_parts_but_the_processor(directory), processor=PictureProcessor(directory / "processor")
     )
+
+
+def load_flux2_dev(directory: Path) -> Any:
+    """With the processor's tokenizer."""
+    parts = _parts_but_the_processor(directory)
+    return diffusers.Flux2Pipeline(**parts, tokenizer=read_tokenizer(directory / "tokenizer"))
 
 
 def load_wan_i2v(directory: Path) -> Any:
@@ -129,15 +136,18 @@ def call_qwen_image_21(pipe: Any, family: ModelFamily, latents: torch.Tensor, se
     return np.stack(pictures)[:, None, ..., :3]
 
 
-def call_flux2_klein(pipe: Any, family: ModelFamily, latents: torch.Tensor, setting: Setting) -> np.ndarray:
-    """The pipeline packs initial latents itself, and takes other negative prompts as embeddings."""
+def call_flux2(pipe: Any, family: ModelFamily, latents: torch.Tensor, setting: Setting) -> np.ndarray:
+    """The pipeline packs initial latents itself, and takes other negative prompts as embeddings, or none."""
     side_px = family.dimensions.patch_px
     grid = (setting.size.height // side_px, setting.size.width // side_px)
-    limit = {"max_sequence_length": family.max_text_tokens}
-    negative, _ = pipe.encode_prompt([setting.negative] * len(setting.prompts), **limit)
+    limit: dict[str, Any] = {"max_sequence_length": family.max_text_tokens}
+    avoided = {}
+    if family.guidance_argument is not None:
+        embeds, _ = pipe.encode_prompt([setting.negative] * len(setting.prompts), **limit)
+        avoided = {"negative_prompt_embeds": embeds}
     pictures = pipe(
         prompt=list(setting.prompts),
-        negative_prompt_embeds=negative,
+        **avoided,
         height=setting.size.height,
         width=setting.size.width,
         num_inference_steps=setting.steps,
@@ -310,8 +320,38 @@ CASES: Mapping[str, FamilyCase] = {
                 Setting(MediaSize(48, 16), 3, scale=1.5, negative="a green square, blurred"),
             ),
             max_text_tokens=24,
-            call=call_flux2_klein,
+            call=call_flux2,
             wide={"num_layers": 1, "num_single_layers": 4, "axes_dims_rope": (16, 16, 16, 16), **_WIDE},
+        ),
+        FamilyCase(
+            "krea-2",
+            _PICTURE,
+            (
+                Setting(_PICTURE, 1),
+                Setting(_PICTURE, 12, scale=3.0),
+                Setting(MediaSize(48, 16), 3, scale=1.5, negative="a green square, blurred"),
+            ),
+            trained=(0, 1),
+            wide={
+                "num_layers": 28,
+                "num_key_value_heads": 1,
+                "intermediate_size": 683,
+                "axes_dims_rope": (16, 24, 24),
+                **_WIDE,
+            },
+        ),
+        FamilyCase(
+            "flux2-dev",
+            _PICTURE,
+            (
+                Setting(_PICTURE, 1, embedded=4.0),
+                Setting(_PICTURE, 12, embedded=1.0),
+                Setting(MediaSize(48, 16), 3, embedded=6.0),
+            ),
+            max_text_tokens=64,
+            call=call_flux2,
+            load=load_flux2_dev,
+            wide={"num_layers": 1, "num_single_layers": 6, "axes_dims_rope": (16, 16, 16, 16), **_WIDE},
         ),
     )
 }

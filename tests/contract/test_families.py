@@ -45,6 +45,7 @@ from spotlight.testing.family_contract import (
     check_inputs,
     check_weights,
     draw,
+    layers_of,
     load_family,
     picture_difference,
     plain_pipeline,
@@ -197,8 +198,9 @@ def test_one_step_equals_that_of_a_plain_loop(
     tmp_path: Path,
     record_property: Callable[[str, float], None],
 ) -> None:
-    loaded, scale = load(name, variant), 2.0
+    loaded = load(name, variant)
     case, family = loaded.case, loaded.family
+    scale = 1.0 if family.guidance_argument is None else 2.0
     world = learner_world.FamilyWorld(family, case.size, case.inputs)
     learner = learner_world.make_learner(
         world,
@@ -346,10 +348,7 @@ def test_activations_are_within_a_tenth_of_the_plans(load: Load, name: str) -> N
     found = {}
     for mode in ("lora", "full", "elementwise", "checkpointed"):
         model = type(family.transformer).from_config({**family.transformer.config, **loaded.case.wide})
-        layers = sum(
-            type(part).__name__ in model._no_split_modules and "Block" in type(part).__name__
-            for part in model.modules()
-        )
+        layers = len(layers_of(model))
         if mode == "lora":
             LoraSlots(model.requires_grad_(False), LoraSpec(rank=4, alpha=4.0, targets=family.lora_targets))
         elif mode != "full":
@@ -416,7 +415,8 @@ def test_shards_of_two_transformers_get_the_gradients_of_whole_ones(load: Load, 
 @pytest.mark.parametrize("name", CASES)
 def test_loading_lines_call_the_pipeline_as_it_can_be_called(name: str, tmp_path: Path) -> None:
     family = FAMILIES.load(name)
-    settings = {"model": {"family": name}, "rollout": {"true_cfg_scale": 3.0}}
+    scale = 1.0 if family.guidance_argument is None else 3.0
+    settings = {"model": {"family": name}, "rollout": {"true_cfg_scale": scale}}
     lines = loading_snippet(build_config(settings, "the test"), tmp_path)
     calls = [node for node in ast.walk(ast.parse(lines)) if isinstance(node, ast.Call)]
     (call,) = [node for node in calls if isinstance(node.func, ast.Name) and node.func.id == "pipe"]
@@ -424,4 +424,4 @@ def test_loading_lines_call_the_pipeline_as_it_can_be_called(name: str, tmp_path
     given = {str(keyword.arg): keyword.value for keyword in call.keywords}
     inspect.signature(pipeline.__call__).bind(None, *call.args, **given)
     assert given.keys() >= family.call_arguments(3.0, family.embedded_guidance).keys()
-    assert any(name.startswith("negative_prompt") for name in given)
+    assert any(name.startswith("negative_prompt") for name in given) == (scale > 1)

@@ -13,7 +13,7 @@ import torch
 
 from spotlight.models.families.qwen_image import QwenImage
 from spotlight.models.text import embeddings
-from spotlight_files import pipeline_files
+from spotlight_files import file_contents
 from spotlight_files.model_errors import ModelError
 from spotlight_files.pipeline_files import PipelineFiles
 
@@ -118,7 +118,7 @@ def test_the_key_covers_all_that_shapes_an_embedding(random_pipeline: Path, tmp_
 def test_large_files_are_told_apart_by_samples_and_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline_files, "_WHOLE_FILE_BYTES", 100_000)
+    monkeypatch.setattr(file_contents, "_WHOLE_FILE_BYTES", 100_000)
     large = tmp_path / "text_encoder" / "model.safetensors"
     large.parent.mkdir()
     large.write_bytes(bytes(1_000_000))

@@ -23,7 +23,6 @@ def family_job(folder: Path, name: str, variant: int) -> tuple[Job, list[str]]:
         f"rollout.width={case.size.width}",
         f"rollout.frames={case.size.frames}",
         "rollout.prompts_per_iteration=1",
-        "rollout.true_cfg_scale=2.0",
         "iterations=2",
         "evaluation.prompts=1",
         "learner.micro_batch_size=1",
@@ -31,6 +30,8 @@ def family_job(folder: Path, name: str, variant: int) -> tuple[Job, list[str]]:
     if family.references_max:
         path = _with_references(folder)
         settings += [f"data.train={path}", f"data.test={path}", "model.max_text_tokens=512"]
+    if family.guidance_argument is not None:
+        settings.append("rollout.true_cfg_scale=2.0")
     if family.embedded_guidance is not None:
         settings.append(f"rollout.embedded_guidance={family.embedded_guidance}")
     return Job(folder / "runs", folder / "pipeline"), settings

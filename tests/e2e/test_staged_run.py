@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -44,8 +45,8 @@ def file(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "chain.yaml"
 
 
-def started(file: Path, name: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "spotlight.cli", "train", str(file), "--plain", f"name={name}"]
+def started(file: Path, name: str, *more: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "spotlight.cli", "train", str(file), "--plain", f"name={name}", *more]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ}
     )
@@ -78,6 +79,12 @@ def test_stages_stop_and_go_on_to_the_bit(job: Job, file: Path) -> None:
     finish(file, "parts")
     for stage in ("pairs", "rl"):
         assert outcome(job.root / f"parts-{stage}") == outcome(job.root / f"whole-{stage}")
+    # Another first stage: the second would go on beside a reference that it was not trained with.
+    shutil.copytree(job.root / "whole-rl" / "lora", job.root / "parts-pairs" / "lora", dirs_exist_ok=True)
+    process = started(file, "parts", "stage=rl", "iterations=4")
+    said, _ = process.communicate()
+    assert process.returncode == 2, said
+    assert "holds other weights than up to the checkpoint" in said
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from spotlight_kernels import operators
+from spotlight_kernels import registered
 from spotlight_kernels.fuse import BLOCKS, _kind, _put
 from spotlight_kernels.launch import INTERPRETED, Kernel
 
@@ -42,7 +42,7 @@ def launches() -> set[Launch]:
 
     on_cpu = torch.library.Library("spotlight_kernels", "IMPL")
     for name in ("join_heads", "join_heads_backward", "add_norm", "add_norm_backward"):
-        on_cpu.impl(name, getattr(operators, f"_{name}"), "CPU")
+        on_cpu.impl(name, getattr(registered, f"_{name}"), "CPU")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Kernel, "launch", note)
         patch.setattr(triton, "next_power_of_2", lambda width: WIDE)

@@ -64,6 +64,12 @@ def config(family: str, path: str, **sections: object) -> RunConfig:
             r"rollout\.true_cfg_scale is 4; expected 1: .*klein-4B is distilled.*Set it to 1",
         ),
         (
+            "flux2-dev",
+            "black-forest-labs/FLUX.2-dev",
+            {"rollout": {"true_cfg_scale": 4.0, "embedded_guidance": 4.0}},
+            r"rollout\.true_cfg_scale is 4; expected 1: Flux2Pipeline takes no negative prompt. Set it to 1",
+        ),
+        (
             "flux2-klein",
             "nobody/unpublished",
             {"model": {"max_text_tokens": 513}},
@@ -160,6 +166,7 @@ def test_previews_of_another_number_of_steps_are_refused_too(
             r"found /cat\.png; expected none, .*qwen-image draws",
         ),
         ("qwen-image-edit", (), r"references of the prompt 'a cat': found none; .*draws from a picture"),
+        ("flux2-dev", ("/cat.png",), r"found /cat\.png; expected none, .*flux2-dev draws"),
         ("flux-kontext", ("/cat.png",) * 2, r"found 2; expected at most 1, .*flux-kontext reads"),
     ],
 )

@@ -48,11 +48,15 @@ def prompts(*texts: str) -> Prompts:
 
 
 def go_on(
-    root: Path, scored_by: Mapping[str, str], *, save: bool = False, given: Prompts = NO_PROMPTS
+    root: Path,
+    scored_by: Mapping[str, str],
+    *overrides: str,
+    save: bool = False,
+    given: Prompts = NO_PROMPTS,
 ) -> list[str]:
     """One attempt, which writes a history if there is none, and maybe a checkpoint. Returns its notes."""
     notes = Notes()
-    config = load_config(None, [f"runs_dir={root}", "name=run"])
+    config = load_config(None, [f"runs_dir={root}", "name=run", *overrides])
     with (
         RunDirectory.open(root, "run", dump_config(config)) as directory,
         open_attempt(

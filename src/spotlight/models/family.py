@@ -282,7 +282,7 @@ class ModelFamily(FamilyTraits, ABC):
             scale: of true guidance.
             embedded: see :attr:`Guidance.embedded`.
         """
-        arguments: dict[str, object] = {cls.guidance_argument: scale}
+        arguments: dict[str, object] = {} if cls.guidance_argument is None else {cls.guidance_argument: scale}
         return arguments if embedded is None else arguments | {"guidance_scale": embedded}
 
     @classmethod
@@ -298,7 +298,12 @@ class ModelFamily(FamilyTraits, ABC):
 
     @classmethod
     def check_guidance(cls, files: PipelineFiles, scale: float, key: str = "true_cfg_scale") -> None:
-        """Raise :class:`ModelError` (``<key> is ..``) if the pipeline ignores true guidance."""
+        """Raise :class:`ModelError` (``<key> is ..``) if the pipeline has no true guidance, or ignores it."""
+        if scale > 1 and cls.guidance_argument is None:
+            raise ModelError(
+                f"{key} is {scale:g}; expected 1: {cls.pipeline_class} takes no negative prompt. Set it to "
+                "1; its guidance is rollout.embedded_guidance"
+            )
 
     @classmethod
     def check_steps(cls, files: PipelineFiles, steps: int, key: str = "steps") -> None:

@@ -296,8 +296,8 @@ class FamilyTraits:
     """Its transformer pads each text to a multiple of so many tokens, and computes on all."""
     pads_prompts: ClassVar[bool] = False
     """Whether every prompt takes ``max_text_tokens`` of a forward."""
-    guidance_argument: ClassVar[str] = "true_cfg_scale"
-    """The pipeline's argument for the scale of true guidance."""
+    guidance_argument: ClassVar[str | None] = "true_cfg_scale"
+    """The pipeline's argument for the scale of true guidance; None: it has none."""
     published: ClassVar[Mapping[str, PublishedModel]] = {}
     """Published models by hub id; of our families, :func:`read_models`."""
     tiny_models: ClassVar[Sequence[TinyModel]] = ()

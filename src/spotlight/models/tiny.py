@@ -247,6 +247,17 @@ def _text_encoder(
             "tie_word_embeddings": True,
             **_vision_tokens(tokenizer),
         }
+    elif kind.startswith("Mistral3"):
+        vision = {
+            "num_hidden_layers": 1,
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_attention_heads": 2,
+        }
+        config = {
+            "text_config": {**config, **grouped, "model_type": "mistral"},
+            "vision_config": {**vision, "model_type": "pixtral"},
+        }
     else:
         config |= {**grouped, "tie_word_embeddings": True}
     cls = getattr(transformers, kind)

@@ -27,6 +27,7 @@ from spotlight.runtime.observer import Observer
 from spotlight.runtime.preflight import require_same_prompts
 from spotlight.runtime.recorder import RunRecorder
 from spotlight.runtime.resuming.course import changed_course
+from spotlight.runtime.resuming.files_read import files_read, require_same_files
 from spotlight.scheduler.types import WorkerId
 from spotlight.store.checkpoints import Checkpoint, CheckpointStore
 from spotlight.store.images import drop_pictures
@@ -188,6 +189,8 @@ def _open_recorder(
     newest = checkpoints.newest_valid()
     require_resumable(ledger, newest, directory)
     resume_at, kept = (newest.header.iteration, newest.header.ledger_position) if newest else (0, 0)
+    contents = files_read(config, prompts)
+    require_same_files(newest.header.contents if newest else {}, contents, config)
     # Before the curves and pictures after the checkpoint are removed: a run that is refused keeps them.
     require_same_prompts(ledger.prompts_at(kept), prompts, config)
     # A fork may be scored otherwise than what it goes on from.
@@ -210,7 +213,12 @@ def _open_recorder(
         workers=workers,
         prompts=prompts.by_id,
         header=CheckpointHeader(
-            0, 0, config_digest(config), spotlight.__version__, versions=library_versions()
+            0,
+            0,
+            config_digest(config),
+            spotlight.__version__,
+            versions=library_versions(),
+            contents=contents,
         ),
         strict=config.evaluation.strict,
         grid_images=config.evaluation.grid[1],

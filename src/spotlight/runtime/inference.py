@@ -99,16 +99,7 @@ class TrainedRun:
             )
         config = _on_any_machine(load_dump(paths.config), device, quantize)
         checkpoints = CheckpointStore(paths.checkpoints, config.checkpoint.keep)
-        if not checkpoints.any_committed:  # before the model is loaded
-            raise StoreError(f"{directory}: no checkpoint yet; let `spotlight train` finish an iteration.")
-        if best is not None:
-            iteration = _best_kept(directory, checkpoints.iterations, best)
-        if iteration is not None and iteration not in checkpoints.iterations:
-            kept = ", ".join(map(str, checkpoints.iterations))
-            raise StoreError(
-                f"{directory}: no checkpoint after iteration {iteration}; expected one of those kept: "
-                f"{kept}. checkpoint.keep and checkpoint.best say which are."
-            )
+        iteration = _asked_iteration(directory, checkpoints, iteration, best)  # before the model is loaded
         device_here = build.pick_device(config)
         prepare_process(device_here, config.deterministic, config.model.tf32)
         family = build.load_family(config, device_here)
@@ -350,6 +341,23 @@ def _transformer_aside(family: ModelFamily, wanted: Sequence[ModelInput]) -> Ite
         yield
     finally:
         family.transformer.to(device)
+
+
+def _asked_iteration(
+    directory: Path, checkpoints: CheckpointStore, iteration: int | None, best: str | None
+) -> int | None:
+    """Of the checkpoint that is asked for; None: the newest. Raises StoreError."""
+    if not checkpoints.any_committed:
+        raise StoreError(f"{directory}: no checkpoint yet; let `spotlight train` finish an iteration.")
+    if best is not None:
+        iteration = _best_kept(directory, checkpoints.iterations, best)
+    if iteration is not None and iteration not in checkpoints.iterations:
+        kept = ", ".join(map(str, checkpoints.iterations))
+        raise StoreError(
+            f"{directory}: no checkpoint after iteration {iteration}; expected one of those kept: "
+            f"{kept}. checkpoint.keep and checkpoint.best say which are."
+        )
+    return iteration
 
 
 def _best_kept(directory: Path, kept: Sequence[int], curve: str) -> int:

@@ -16,6 +16,7 @@ from spotlight.dry_run.model_checks import require_model, require_prompts
 from spotlight.dry_run.model_plan import NotHere, read_transformer
 from spotlight.dry_run.run_plan import newest_checkpoint, parameters_trained, stored_tokens
 from spotlight.runtime.resuming.course import Resuming, planned_changes
+from spotlight.runtime.resuming.files_read import files_read, require_same_files
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.ledger_schema import Ending
 from spotlight.store.run_directory import RunPaths, check_run_directory
@@ -72,7 +73,7 @@ def require_startable(config: RunConfig) -> Prompts:
     Raises:
         ConfigError, PromptFileError, ModelError: what is configured, and files that are not there.
         RewardSetupError: a reserved name.
-        StoreError: a tracker that cannot be used.
+        StoreError: a tracker that cannot be used, or files that changed since the checkpoint.
     """
     check_sinks(config.metrics.chosen)
     require_names(config.rewards)
@@ -82,7 +83,9 @@ def require_startable(config: RunConfig) -> Prompts:
         with closing(queries.open_readonly(paths.ledger)) as connection:
             before = queries.prompts_at(connection, newest.ledger_position)
         require_same_prompts(before, prompts, config)
-    require_model(config)  # last, since a family imports torch
+    require_model(config)  # late, since a family imports torch
+    if newest is not None:
+        require_same_files(newest.contents, files_read(config, prompts), config)
     require_prompts(config, prompts)
     return prompts
 

@@ -15,7 +15,7 @@ from spotlight_rewards.base.file_errors import StoreError
 from spotlight_rewards.base.files import open_regular
 
 MANIFEST = "manifest.json"
-_ADDED = ("ledger_sha256", "versions")
+_ADDED = ("ledger_sha256", "versions", "contents")
 """Fields of the header that older versions did not write."""
 
 
@@ -27,7 +27,9 @@ class CheckpointHeader:
         iteration: first iteration of a resumed run.
         ledger_position: last ledger record included.
         ledger_sha256: the ledger's digest there.
-        versions: of libraries, by package. Empty, as the digest is: an older version wrote it.
+        versions: of libraries, by package.
+        contents: hashes of files that decide the run's numbers, by the key that names them. Empty, as the
+            digest and versions are: an older version wrote it.
     """
 
     iteration: int
@@ -36,6 +38,7 @@ class CheckpointHeader:
     package_version: str
     ledger_sha256: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
+    contents: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from spotlight.models import peft_layers
 from spotlight.models.kernels.fused import is_fused, use_fused, use_reference
 from spotlight_files.model_errors import ModelError
 from spotlight_kernels import fuse as fusing
-from spotlight_kernels import operators
+from spotlight_kernels import registered
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_where_triton_cannot_compile_nothing_is_fused(
     def fails(*_: Any, **options: Any) -> None:
         raise RuntimeError("Failed to find C compiler")
 
-    monkeypatch.setattr(operators._heads_forward, "launch", fails)
+    monkeypatch.setattr(registered.heads_forward, "launch", fails)
     predicting = Predicting("qwen-image", tmp_path)
     assert not use_fused(predicting.model, CPU, asked=False)
     assert not any(map(is_fused, predicting.model.modules()))

@@ -204,3 +204,9 @@ def _file(root: Path, name: str) -> SnapshotFile:
         with content.open("rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     return SnapshotFile(name, named or sha256, content.stat().st_size, sha256)
+
+
+def cached_commit(hub_id: str) -> str | None:
+    """The commit of a model's main branch in the cache; None: it was never loaded from there."""
+    branch = model_directory(cache_directory(), hub_id) / "refs" / "main"
+    return branch.read_text(encoding="utf-8").strip() if branch.is_file() else None

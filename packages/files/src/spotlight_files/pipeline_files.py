@@ -12,18 +12,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 
+from spotlight_files.file_contents import add_file, below, contents_of
 from spotlight_files.model_errors import ModelError
 
-if TYPE_CHECKING:
-    from hashlib import _Hash
-
-_WHOLE_FILE_BYTES = 64 * 2**20
-"""Weight files up to this size are hashed whole; of larger ones size, header, samples and mtime."""
-_SAMPLES, _SAMPLE_BYTES = 64, 64 * 2**10
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 """Weights that lie beside the safetensors in some hub models; never downloaded."""
 
@@ -103,8 +97,15 @@ class PipelineFiles:
         for component in components:
             for path in sorted(p for p in self.folder(component).rglob("*") if p.is_file()):
                 digest.update(f"{path.relative_to(self.root)}\0".encode())
-                _fingerprint(path, digest)
+                # A copied model's prompts are embedded again, which costs less than reading it whole.
+                add_file(path, digest, times=True)
         return digest.hexdigest()
+
+    def contents(self) -> str:
+        """The hub's commit, or a hash of all components, which is that of a copy, too."""
+        if self.commit is not None:
+            return self.commit
+        return contents_of(below(self.root, [self.root / "model_index.json", *self.root.glob("*/**/*")]))
 
 
 def locate(
@@ -327,21 +328,6 @@ def _listing(folder: Path) -> str:
     if not folder.is_dir():
         return "no such directory"
     return ", ".join(sorted(p.name + "/" * p.is_dir() for p in folder.iterdir())) or "nothing"
-
-
-def _fingerprint(path: Path, digest: _Hash) -> None:
-    stat = path.stat()
-    digest.update(f"{stat.st_size}\0".encode())
-    with path.open("rb") as file:
-        if stat.st_size <= _WHOLE_FILE_BYTES:
-            digest.update(file.read())
-            return
-        # Reading 15 GB to detect a change would cost more than recomputing the embeddings. The mtime covers
-        # what the samples miss; the price is that a copied model's prompts are embedded again.
-        digest.update(f"{stat.st_mtime_ns}\0".encode())
-        for i in range(_SAMPLES):
-            file.seek(i * (stat.st_size - _SAMPLE_BYTES) // (_SAMPLES - 1))
-            digest.update(file.read(_SAMPLE_BYTES))
 
 
 def is_denoiser(component: str) -> bool:

@@ -50,7 +50,8 @@ class ModelConfig(Section):
     """
     lora: Annotated[str | None, STATE] = None
     """A LoRA to go on from, as policy and as reference: a file, a directory (of peft, too) or a hub id. Only
-    with ``learner.mode: lora``, of the same rank and targets; its update is kept under any alpha.
+    with ``learner.mode: lora``, of the same rank and targets; its update is kept under any alpha. Built in is
+    ``testbed-four-steps`` (rank 8), by which ``testbed`` draws in four steps.
     """
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Storage dtype of the frozen weights. Adapters and optimizer state are always float32."""
@@ -159,6 +160,11 @@ class DataConfig(Section):
     prompt_column: Annotated[str, Field(min_length=1)] = "prompt"
     """Column or key that holds the texts, in ``train`` and ``test``; with another, one named ``prompt`` is
     left out, and the others are metadata. Not for .txt files, folders of pictures and the built-in prompts.
+    """
+    reference_column: Annotated[str, Field(min_length=1)] | None = None
+    """Column or key of the pictures that prompts are about, in ``train`` and ``test``: paths (Flow-Factory's
+    ``image`` and ``images``), UniRL's ``media``, or pictures in a data set, which are kept in ``cache_dir``
+    by their digest. None: only ``references``, a list of paths.
     """
     tags: tuple[str, ...] = ()
     """Keep only prompts with one of these metadata tags; empty: all."""

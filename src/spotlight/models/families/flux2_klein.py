@@ -12,7 +12,7 @@ Traps of the reference:
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +51,7 @@ class Flux2Klein(ModelFamily):
     )
     packed = True
     pads_last = pads_prompts = True  # the model attends to padding, without a mask
-    guidance_argument = "guidance_scale"
+    guidance_argument: ClassVar[str | None] = "guidance_scale"
     splits_sequence = True
     text_tokens_max = 512
     published, tiny_models = read_models(__file__)
@@ -74,6 +74,7 @@ class Flux2Klein(ModelFamily):
 
     @classmethod
     def check_guidance(cls, files: PipelineFiles, scale: float, key: str = "true_cfg_scale") -> None:
+        super().check_guidance(files, scale, key)
         if scale > 1 and files.setting("is_distilled"):
             raise ModelError(
                 f"{key} is {scale:g}; expected 1: {files.root} is distilled (is_distilled in "
@@ -93,7 +94,7 @@ class Flux2Klein(ModelFamily):
                 "out_channels": (channels, "in_channels"),
                 "sum of axes_dims_rope": (self.config.attention_head_dim, "attention_head_dim"),
                 "joint_attention_dim": (joined, f"{_TEXT_LAYERS} x the text encoder's hidden_size"),
-                "guidance_embeds": (False, "it belongs to FLUX.2-dev"),
+                "guidance_embeds": (self.embedded_guidance is not None, "only FLUX.2-dev takes a scale"),
             },
         )
 
@@ -136,7 +137,7 @@ class Flux2Klein(ModelFamily):
         prediction: Tensor = model(
             hidden_states=latents,
             timestep=self.rounded(sigma),
-            guidance=None,
+            guidance=None if embedded is None else torch.full_like(sigma, embedded),
             encoder_hidden_states=text,
             txt_ids=torch.cartesian_prod(zero, zero, zero, words)[None],
             img_ids=torch.cartesian_prod(zero, rows, columns, zero)[None],

@@ -212,17 +212,7 @@ def _contradictions(scenario: ScenarioFile) -> Iterator[Problem]:
                 continue
             if key != "iterations_to_target":
                 strategies[name] = strategy
-            if PipelinePart.SUBSET in strategy.parts and scenario.workload.train_samples is not None:
-                remedy = f"Set it to null, or remove +{PipelinePart.SUBSET}."
-                found = str(scenario.workload.train_samples)
-                yield Problem("workload.train_samples", found, f"null with {name}", remedy)
-            if PipelinePart.SUBSET in strategy.parts and scenario.too_few_for_subsets:
-                remedy = f"Raise it, or remove +{PipelinePart.SUBSET}."
-                few = str(scenario.workload.group_size)
-                yield Problem("workload.group_size", few, f"4 or more with {name}", remedy)
-            if key == "plan.strategies" and strategy.baseline is not None:
-                remedy = "It is a model of how others run, which cannot be recommended: leave it out."
-                yield Problem(key, repr(name), "strategies that run here", remedy)
+            yield from _strategy_problems(scenario, key, name, strategy)
         if len(set(names)) < len(names):
             yield Problem(key, ", ".join(names), "every strategy once", "Remove the second.")
     for name, target in scenario.iterations_to_target.items():
@@ -257,6 +247,21 @@ _ROWS: tuple[Requirement[ScenarioFile], ...] = (
              "They are chosen among the generated ones."),
     Requires("workload.updates_per_batch", {}, at_most("workload.prompts"), "An update trains whole groups."),
 )  # fmt: skip
+
+
+def _strategy_problems(scenario: ScenarioFile, key: str, name: str, strategy: Strategy) -> Iterator[Problem]:
+    """Of a strategy that a key names."""
+    if PipelinePart.SUBSET in strategy.parts and scenario.workload.train_samples is not None:
+        remedy = f"Set it to null, or remove +{PipelinePart.SUBSET}."
+        found = str(scenario.workload.train_samples)
+        yield Problem("workload.train_samples", found, f"null with {name}", remedy)
+    if PipelinePart.SUBSET in strategy.parts and scenario.too_few_for_subsets:
+        remedy = f"Raise it, or remove +{PipelinePart.SUBSET}."
+        few = str(scenario.workload.group_size)
+        yield Problem("workload.group_size", few, f"4 or more with {name}", remedy)
+    if key == "plan.strategies" and strategy.baseline is not None:
+        remedy = "It is a model of how others run, which cannot be recommended: leave it out."
+        yield Problem(key, repr(name), "strategies that run here", remedy)
 
 
 def _is_on_reserved(name: str) -> bool:
