@@ -149,6 +149,13 @@ class NodeNoticed:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeAdvised:
+    """The cloud finds a node likelier than others to be preempted."""
+
+    node: NodeId
+
+
+@dataclass(frozen=True, slots=True)
 class NoticeCancelled:
     """The preemption notice was withdrawn."""
 
@@ -338,7 +345,7 @@ class TimePassed:
     """Nothing happened, but timeouts may be due."""
 
 
-MachineEvent: TypeAlias = NodeJoined | NodeNoticed | NoticeCancelled | NodeLost
+MachineEvent: TypeAlias = NodeJoined | NodeNoticed | NodeAdvised | NoticeCancelled | NodeLost
 
 ClusterEvent: TypeAlias = (
     MachineEvent | WorkerStarted | WorkerCrashed | WeightsPulled | PullFailed | GroupFormed | GroupStopped

@@ -34,6 +34,7 @@ from spotlight_plan.candidates import (
     grid,
     order_of,
     prepared_for,
+    require_shares,
     shape_of,
     ways,
 )
@@ -312,6 +313,7 @@ class Estimates:
         for candidate in candidates:
             try:
                 way = replace(starts[0], file=self._run_so(starts[0].file, candidate))
+                require_shares(way.file, candidate)
                 form = ClosedForm(way, strategy_named(candidate.strategy), self.file.run.until_h)
             except ConfigError as error:
                 yield candidate, str(error).splitlines()[-1].strip(" -")
