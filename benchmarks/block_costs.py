@@ -20,8 +20,10 @@ computes for less than this waits for the host. Variants take turns; medians.
 
 from __future__ import annotations
 
+import atexit
 import copy
 import json as jsonlib
+import shutil
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping
@@ -168,6 +170,7 @@ def _stored(tensor: Tensor) -> int:
 def family_of(model: str) -> ModelFamily:
     """The family with a tiny pipeline, in bfloat16."""
     kind, directory = FAMILIES.load(EVERY[model]), Path(tempfile.mkdtemp(prefix="block-costs-"))
+    atexit.register(shutil.rmtree, directory)
     kind.tiny(directory / "pipeline", seed=0)
     return kind.load(directory / "pipeline", device="cpu", dtype=torch.bfloat16, embeddings_cache=directory)
 

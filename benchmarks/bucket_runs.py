@@ -28,7 +28,6 @@ import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -42,6 +41,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks._places import place_for_runs
 from spotlight.store.checkpoints import CheckpointStore
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.manifest import sha256_of
@@ -102,9 +102,8 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything here.")] = None,
 ) -> None:
     """Train in a folder, in a bucket, and in a bucket under kills of head and disk."""
-    place = Path(tempfile.mkdtemp(prefix="spotlight-bucket-"))
     report = BucketReport()
-    with _server() as environment:
+    with place_for_runs(None, "spotlight-bucket-") as place, _server() as environment:
         address = f"s3://{BUCKET}/runs"
         outcomes = set()
         for number in range(rounds):
@@ -131,7 +130,6 @@ def main(
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(json.dumps(dataclasses.asdict(report), indent=1) + "\n", encoding="utf-8")
-    shutil.rmtree(place)
 
 
 def _undisturbed(

@@ -36,6 +36,7 @@ from typing import Annotated
 
 import typer
 
+from benchmarks._places import place_for_runs
 from benchmarks._process_faults import MARK, ProcessFaultInjector, TargetKind, end, processes_of
 from benchmarks._soak_result import collect, show
 from spotlight.store.ledger import ledger_queries as queries
@@ -112,26 +113,25 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything here.")] = None,
 ) -> None:
     """Train under SIGKILL and SIGSTOP, then audit."""
-    place = runs_dir or Path(tempfile.mkdtemp(prefix="spotlight-soak-"))
-    if RunPaths(place / NAME).ledger.exists():
+    if runs_dir is not None and RunPaths(runs_dir / NAME).ledger.exists():
         raise typer.BadParameter(
-            f"{place} has a run already; expected a new directory", param_hint="--runs-dir"
+            f"{runs_dir} has a run already; expected a new directory", param_hint="--runs-dir"
         )
-    place.mkdir(parents=True, exist_ok=True)
     own, usual = (SPOT_LEARNER, SPOT_LEARNER_SLOTS) if spot_learner else ((), SLOTS)
     settings = [*own, *(overrides or [])]
-    soak = Soak(place, kills, 60.0 * minutes, seed, patience, slots or usual, settings, uptime)
-    try:
-        soak.run()
-    finally:
-        soak.clean_up()
-    result = collect(soak)
-    show(result)
-    if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    if soak.violations:
-        raise typer.Exit(1)
+    with place_for_runs(runs_dir, "spotlight-soak-") as place:
+        soak = Soak(place, kills, 60.0 * minutes, seed, patience, slots or usual, settings, uptime)
+        try:
+            soak.run()
+        finally:
+            soak.clean_up()
+        result = collect(soak)
+        show(result)
+        if json_file is not None:
+            json_file.parent.mkdir(parents=True, exist_ok=True)
+            json_file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        if soak.violations:
+            raise typer.Exit(1)
 
 
 # -- the run under fire ----------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
 
+from benchmarks._places import place_for_runs
 from spotlight.report.record import read_run
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.ledger_audit import AuditLimits, audit
@@ -123,21 +124,20 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything here.")] = None,
 ) -> None:
     """Take the learner's node every minute, with and without notice, and compare."""
-    place = runs_dir or Path(tempfile.mkdtemp(prefix="spotlight-spot-learner-"))
-    place.mkdir(parents=True, exist_ok=True)
     outcomes: list[Outcome] = []
-    for seed in range(seeds):
-        for mode in Mode:
-            run = LearnerHunt(place, seed, mode, every, lead, start, limit, overrides or [])
-            outcomes.append(run.outcome())
-            _show(outcomes)
-            if json_file is not None:
-                json_file.parent.mkdir(parents=True, exist_ok=True)
-                json_file.write_text(
-                    json.dumps([asdict(each) for each in outcomes], indent=2) + "\n", encoding="utf-8"
-                )
-    if any(outcome.violations for outcome in outcomes):
-        raise typer.Exit(1)
+    with place_for_runs(runs_dir, "spotlight-spot-learner-") as place:
+        for seed in range(seeds):
+            for mode in Mode:
+                run = LearnerHunt(place, seed, mode, every, lead, start, limit, overrides or [])
+                outcomes.append(run.outcome())
+                _show(outcomes)
+                if json_file is not None:
+                    json_file.parent.mkdir(parents=True, exist_ok=True)
+                    json_file.write_text(
+                        json.dumps([asdict(each) for each in outcomes], indent=2) + "\n", encoding="utf-8"
+                    )
+        if any(outcome.violations for outcome in outcomes):
+            raise typer.Exit(1)
 
 
 class LearnerHunt:

@@ -105,7 +105,7 @@ def _section(
     for name, field in section.model_fields.items():
         key = f"{prefix}{name}"
         here = field.get_default() if value is None else getattr(value, name)
-        sections = list(dict.fromkeys(_sections(field.annotation)))
+        sections = list(dict.fromkeys(sections_of(field.annotation)))
         deeper += [(key, field, found, here, len(sections) > 1) for found in sections]
         if not sections or _default(field, here) is not None:
             star = "*" if mark_of(RunConfig(), key) not in (None, STATE) else ""
@@ -130,14 +130,14 @@ def _is_required(section: type[BaseModel]) -> bool:
     return any(field.is_required() for field in section.model_fields.values())
 
 
-def _sections(annotation: object) -> Iterator[type[BaseModel]]:
+def sections_of(annotation: object) -> Iterator[type[BaseModel]]:
     if annotation is AlgorithmSection:
         yield from (ALGORITHMS.load(name) for name in ALGORITHMS.built_in)
     elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     elif isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is not None:
         for argument in typing.get_args(annotation):
-            yield from _sections(argument)
+            yield from sections_of(argument)
 
 
 def _type(annotation: object, constraints: Sequence[object] = ()) -> str:
@@ -206,8 +206,8 @@ def commands_page() -> str:
     group = typer.main.get_command(app)
     assert isinstance(group, TyperGroup)
     lines = ["`RUN` is a run directory, or the name of one in `runs/`."]
-    for name, command in _commands(group):
-        about, examples = _help(command.help or "")
+    for name, command in commands_of(group):
+        about, examples = command_help(command.help or "")
         arguments = [item for item in command.params if isinstance(item, TyperArgument)]
         options = [item for item in command.params if isinstance(item, TyperOption) and not item.hidden]
         usage = [f"spotlight {name}", *(["[OPTIONS]"] if options else []), *map(_metavar, arguments)]
@@ -226,15 +226,15 @@ def commands_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _commands(group: TyperGroup) -> Iterator[tuple[str, typing.Any]]:
+def commands_of(group: TyperGroup) -> Iterator[tuple[str, typing.Any]]:
     """All commands with their full names, a group's before its parts."""
     for name, command in group.commands.items():
         yield name, command
         if isinstance(command, TyperGroup):
-            yield from ((f"{name} {part}", each) for part, each in _commands(command))
+            yield from ((f"{name} {part}", each) for part, each in commands_of(command))
 
 
-def _help(text: str) -> tuple[str, list[str]]:
+def command_help(text: str) -> tuple[str, list[str]]:
     """A command's description, and its examples."""
     plain = re.sub(r"\[/?bold\]", "", inspect.cleandoc(text)).replace("\\[", "[")
     about, _, examples = re.sub(r"^Examples?:?", "\0", plain, flags=re.MULTILINE).partition("\0")
@@ -266,7 +266,7 @@ def exclusions_page() -> str:
 
 
 def _all_sections(section: type[BaseModel], name: str) -> Iterator[type[Section]]:
-    for found in _sections(section.model_fields[name].annotation):
+    for found in sections_of(section.model_fields[name].annotation):
         if issubclass(found, Section):
             yield found
         for inner in found.model_fields:

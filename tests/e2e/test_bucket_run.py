@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from main_job import (
     NFT,
     PROCESS_DEADLINE_S,
@@ -27,10 +28,12 @@ from main_job import (
     clean_audit,
     outcome,
 )
+from safetensors.torch import load_file
 from tests.bucket_server import BUCKET, BucketServer, bucket_server
 from tests.google_server import MISSING, find_server, google_server
 from typer.testing import CliRunner
 
+import spotlight
 from spotlight.cli.main import app
 from spotlight.cli.runs.train import driver_of
 from spotlight.config.load import load_run
@@ -43,6 +46,7 @@ from spotlight.store.run_store import Wanted, local_folder
 from spotlight_bucket.bucket_objects import BucketError
 from spotlight_bucket.bucket_runs import BUCKET_RUNS
 from spotlight_bucket.snapshots import FencedError
+from spotlight_rewards.base.file_errors import StoreError
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ADDRESS = f"s3://{BUCKET}/runs"
@@ -193,6 +197,45 @@ def test_a_changed_course_and_a_fork_are_as_in_a_folder(
     assert reports["demo"]["course"] == [
         "from iteration 2 on: iterations 2 to 3; learner.learning_rate 0.03 to 0.01"
     ]
+
+
+def test_python_reads_goes_on_with_and_forks_a_run_in_a_bucket(
+    train: Train, server: BucketServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = "checkpoint.keep=9", "metrics.training_pictures_every=1"
+    assert train("machine", "demo", overrides=("iterations=2", *kept)).finished
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "reader"))
+    run = spotlight.open(f"{ADDRESS}/demo")
+    assert [row["iteration"] for row in run.metrics] == [0, 1]
+    assert [row["iteration"] for row in run.evaluations][-1] == 2
+    assert any(row["reward"] is not None for row in run.samples)
+    assert "demo: 2 iterations, finished" in run._repr_html_()
+    assert not (run.directory / "images").exists()  # brought when asked for
+    assert run.pictures(2).is_file()
+    assert {each["place"] for each in run.training_pictures(1)} == {"best", "worst"}
+    assert run.lora is not None
+    exported = run.export(tmp_path / "lora", iteration=2, device="cpu")
+    ours, its = (load_file(each / "pytorch_lora_weights.safetensors") for each in (exported, run.lora))
+    assert ours.keys() == its.keys()
+    assert all(torch.equal(ours[name], its[name]) for name in its)
+    assert run.audit().ok
+    page = tmp_path / "report.html"
+    for command in (["report", f"{ADDRESS}/demo", "--html", str(page)], ["card", f"{ADDRESS}/demo"]):
+        shown = CliRunner().invoke(app, command, env={"XDG_CACHE_HOME": str(tmp_path / "screens")})
+        assert shown.exit_code == 0, shown.output
+    assert "data:image" in page.read_text(encoding="utf-8")
+    read = tmp_path / "screens" / "spotlight" / "bucket" / "s3" / BUCKET / "runs" / "read" / "demo"
+    assert (read / "card" / "before-after.png").is_file()
+    assert not list(read.rglob("*.safetensors"))
+
+    longer = run.train(iterations=3, plain=True)
+    assert longer.finished
+    assert run.metrics[-1]["iteration"] == 2  # renewed, and in the bucket
+    fork = longer.fork("slower", iteration=1, learner={"learning_rate": 1e-5})
+    assert fork.address == f"{ADDRESS}/slower"
+    assert fork.record.config.learner.learning_rate == 1e-5
+    with pytest.raises(StoreError, match="no run 'other' is in"):
+        spotlight.open(f"{ADDRESS}/other")
 
 
 def release(server: BucketServer) -> None:

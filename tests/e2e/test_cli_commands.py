@@ -10,6 +10,7 @@ import pty
 import re
 import select
 import signal
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ import pytest
 from main_job import Job
 from PIL import Image
 from safetensors.torch import load_file
+from tests.unit.metadata_server import metadata
 from typer.testing import CliRunner, Result
 
 from spotlight.cli.main import app
@@ -263,6 +265,8 @@ def test_every_screen_is_for_any_terminal(
     monkeypatch.chdir(tmp_path)  # where `spotlight score` draws its page
     run, narrow = str(trained[0]), CliRunner(charset=encoding, env={"COLUMNS": "40"})
     own = job.arguments(f"on-{encoding}", "iterations=1", "learner.micro_batch_size=2")
+    sweep = f"set: {{runs_dir: {tmp_path}}}\ngrid: {{run_seed: [0, 1]}}\n"
+    (tmp_path / "rates.yaml").write_text(sweep, encoding="utf-8")
     (tmp_path / "trace.csv").write_text("0,add,a\n3600000,remove,a\n", encoding="utf-8")
     for words in (
         ["train", "--plain", *own],
@@ -282,6 +286,7 @@ def test_every_screen_is_for_any_terminal(
         ["config", *own],
         ["simulate", "paper-512", "run.iterations=2"],
         ["prices", "--source", "builtin"],
+        ["sweep", str(tmp_path / "rates.yaml"), "--dry-run"],
         ["traces", str(tmp_path / "trace.csv")],
         ["rewards"],
         ["rewards", "check", "jpeg_size"],
@@ -291,6 +296,33 @@ def test_every_screen_is_for_any_terminal(
         shown = narrow.invoke(app, words)
         assert shown.exit_code == 0, (words, shown.output, shown.exception)
         assert shown.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_slower_screens_are_for_any_terminal(trained: tuple[Path, str], tmp_path: Path) -> None:
+    with metadata("aws") as cloud:
+        for words, code in (
+            (["plan", "paper-512", "--deadline-h", "6", "--starts", "1", "run.iterations=2"], 0),
+            (["doctor", "--runs-dir", str(tmp_path)], 0),
+            (["calibrate", str(trained[0])], 2),  # it was on no cluster
+            (["notices", "--cloud", "aws", "--endpoint", cloud.url, "--once"], 0),
+            (["tiny", "qwen-image", str(tmp_path / "tiny")], 0),
+            (["dashboard", str(trained[0]), "--port", "0"], 0),
+        ):
+            command = [sys.executable, "-u", "-m", "spotlight.cli", *words]
+            narrow = os.environ | {"PYTHONIOENCODING": "ascii", "COLUMNS": "40"}
+            with subprocess.Popen(
+                command, env=narrow, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="ascii"
+            ) as process:
+                assert process.stdout is not None
+                said = process.stdout.readline()
+                if words[0] == "dashboard":
+                    process.terminate()
+                said += process.stdout.read()
+            assert process.returncode == code, (words, said)
+            assert said.strip()
+            assert "Traceback" not in said
 
 
 def test_another_configuration_of_the_same_name_is_refused(trained: tuple[Path, str], job: Job) -> None:

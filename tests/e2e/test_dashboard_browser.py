@@ -158,7 +158,7 @@ def test_curves_of_seeds_are_drawn_as_their_mean(browser: Browser, tmp_path: Pat
         open_view(page, address, "curves", run="seed-0")
         page.get_by_role("checkbox", name="seed-1").check()
         page.get_by_role("checkbox", name="means over seeds").check()
-        page.wait_for_selector("text=over the seeds of a configuration: seed-0, seed-1.")
+        page.wait_for_selector("text=seed-0, seed-1. Too narrow, as of the same run_seed as another: seed-1.")
         drawn = page.evaluate("document.querySelector('.js-plotly-plot').data.map((each) => each.name)")
         assert drawn == ["seed-0 +1"]
         chart = page.locator(f".js-plotly-plot[aria-label$={json.dumps(f'. seed-1 f{changed}')}]").first

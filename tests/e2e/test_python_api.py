@@ -116,10 +116,10 @@ def test_arguments_are_those_of_a_file(tmp_path: Path) -> None:
 def scored(section: dict[str, Any]) -> list[float]:
     """By the reward's own process."""
     image = np.full((4, 4, 3), 51, np.uint8)
-    with closing(RewardProcess(RewardConfig(**section), start_deadline_s=60)) as process:
+    with closing(RewardProcess(RewardConfig(**section), start_deadline_s=600)) as process:
         process.start()
         sample = channel.encode(channel.Sample(image, "a cat", {}))
-        found = process.ask(channel.Score(samples=1, deadline_s=60), [sample])
+        found = process.ask(channel.Score(samples=1, deadline_s=600), [sample])
     assert isinstance(found, channel.Values), found
     return found.curves["score"]
 
@@ -217,6 +217,7 @@ def test_prompts_are_texts_rows_or_tables(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_notebook_goes_from_an_installation_to_a_lora(tmp_path: Path) -> None:
     import nbformat
     from nbclient import NotebookClient

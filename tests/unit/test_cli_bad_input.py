@@ -64,6 +64,13 @@ def test_malformed_prompts_are_named_by_line(here: Path) -> None:
     assert_refused(invoke("train", "--dry-run", "data.train=bad.jsonl"), "bad.jsonl:2", "bad.jsonl:3")
 
 
+@pytest.mark.parametrize("reward", ["shapes", "ocr-onnx"])
+def test_a_dry_run_refuses_prompts_that_a_reward_cannot_score(here: Path, reward: str) -> None:
+    (here / "train.txt").write_text("two cats\n")
+    given = "data.train=train.txt", "data.test=train.txt", f"rewards=[{{name: {reward}}}]"
+    assert_refused(invoke("train", "--dry-run", *given), f"{reward} reward", "'two cats'")
+
+
 def test_a_target_that_matches_nothing_and_a_size_that_does_not_suit(
     here: Path, random_pipeline: Path
 ) -> None:

@@ -143,6 +143,7 @@ def test_files_hold_what_the_screen_shows(runs: Path, tmp_path: Path, axis: str)
     found: dict[str, Any] = json.loads(files["json"].read_text(encoding="utf-8"))
     assert (found["by"], found["target"], found["confidence"]) == (axis, 0.1, 0.9)
     a, b = found["groups"]
+    assert a["repeated_seeds"] == []
     assert b["end"]["mean"] == pytest.approx(3 * a["end"]["mean"])
     assert b["reaches"]["mean"] < a["reaches"]["mean"]
     rows = list(csv.DictReader(files["csv"].open(encoding="utf-8")))
@@ -196,3 +197,12 @@ def test_runs_are_listed_as_json(runs: Path, tmp_path: Path) -> None:
     assert a["cost_usd"] > 0
     assert (broken["name"], broken["state"]) == ("broken", "unreadable")
     assert "no ledger here" in broken["error"]
+
+
+def test_a_copy_is_named_wherever_a_mean_is(runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(runs / "a-0", tmp_path / "a-copy")
+    found = tmp_path / "found.json"
+    said = compare(str(runs / "a-0"), str(tmp_path / "a-copy"), "--json", str(found))
+    assert "a-copy: the run_seed of another run of a-0 +1, so its interval is not one over seeds" in said
+    (group,) = json.loads(found.read_text(encoding="utf-8"))["groups"]
+    assert group["repeated_seeds"] == ["a-copy"]

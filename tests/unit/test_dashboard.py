@@ -162,7 +162,7 @@ def test_a_changed_course_is_marked_on_every_axis_where_the_iterations_before_en
 
 
 def test_seeds_of_a_configuration_are_one_curve(empty_place: Path) -> None:
-    for name in ("seed-0", "seed-1", "other"):
+    for name in ("seed-0", "seed-1", "copy", "other"):
         make_run(empty_place / name, 3)
     for name, more in (("seed-1", "run_seed: 1\n"), ("other", "algorithm: {name: awm}\n")):
         with (empty_place / name / "config.yaml").open("a") as file:
@@ -175,6 +175,9 @@ def test_seeds_of_a_configuration_are_one_curve(empty_place: Path) -> None:
         assert seeds["y"] == pytest.approx([values["y"][values["iteration"].index(x)] for x in seeds["x"]])
         assert seeds["half"] == pytest.approx([0.0] * len(seeds["x"]))
         assert set(other["half"]) == {None}
+        assert seeds["repeated_seeds"] == []
+        copied = client.get("/api/means", params=asked | {"run": ["seed-0", "copy"]}).json()["groups"]
+        assert [each["repeated_seeds"] for each in copied] == [["copy"]]
         assert client.get("/api/means", params=asked | {"run": "gone"}).status_code == 404
 
 

@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 import typer
-from scripts import docs_site, families_table, rewards_table
+from scripts import docs_site, families_table, reference_tables, rewards_table
 from scripts.marked_part import read_part
 from typer.core import TyperGroup, TyperOption
 
@@ -286,6 +286,12 @@ def test_the_table_of_keys_that_a_resume_may_change_is_complete() -> None:
     assert sorted(re.findall(r"`([^`]+)`", table)) == sorted(
         key for key, mark in marks(RunConfig()) if mark is not STATE
     )
+
+
+def test_the_reference_lists_all_sections_and_commands_in_the_repository() -> None:
+    for page, table in reference_tables.PAGES.items():
+        shown = read_part(page, reference_tables.MARK)
+        assert shown == table(), "run python -m scripts.reference_tables"
 
 
 def test_the_table_of_families_is_the_registrys() -> None:

@@ -82,21 +82,24 @@ def _versions() -> dict[str, str]:
     }
 
 
-def parser(module: str, description: str) -> argparse.ArgumentParser:
-    """The options of all makers."""
+def parser(module: str, description: str, *, untrained: bool = True) -> argparse.ArgumentParser:
+    """The options of all makers; ``untrained``: there is something to write without training."""
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=description)
     parser.add_argument("directory", type=Path, help="where the pipeline directory is written")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--scale", type=float, default=1.0, help="multiply the training steps (0.01: a trial)"
     )
-    parser.add_argument("--untrained", action="store_true", help="random weights, in seconds")
+    if untrained:
+        parser.add_argument("--untrained", action="store_true", help="random weights, in seconds")
     return parser
 
 
-def run(options: argparse.Namespace, make: Callable[[], None], untrained: Callable[[], None]) -> None:
+def run(
+    options: argparse.Namespace, make: Callable[[], None], untrained: Callable[[], None] | None = None
+) -> None:
     """Make the pipeline, on so many threads as the options say (one)."""
-    if options.untrained:
+    if untrained is not None and options.untrained:
         untrained()
         return
     # The number of threads determines how sums are split, hence the weights.

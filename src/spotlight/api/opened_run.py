@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from spotlight.store.run_directory import RunPaths
+from spotlight.store.run_store import Wanted, stored_run, stored_runs
 from spotlight_rewards.base.file_errors import StoreError
 
 if TYPE_CHECKING:
@@ -21,16 +22,33 @@ log = logging.getLogger("spotlight")
 
 @dataclass(frozen=True)
 class Run:
-    """A run directory. Properties read it when they are asked."""
+    """A run directory. Properties read it when they are asked.
+
+    Attributes:
+        directory: of a run in a bucket, the copy of what was asked for, which every question renews.
+        address: where it is kept; None: in the directory.
+    """
 
     directory: Path
+    address: str | None = None
+
+    def _bring(self, wanted: Wanted) -> Path:
+        """The directory, with what is wanted as new as it is kept. Raises StoreError."""
+        if self.address is not None:
+            stored_run(self.address, wanted)
+        return self.directory
+
+    @property
+    def _place(self) -> list[str]:
+        """Of a run that is kept elsewhere, what its configuration says of that."""
+        return [] if self.address is None else [f"runs_dir={Path(self.address).parent}"]
 
     @property
     def record(self) -> RunRecord:
         """Configuration, history and validations, as the closing screen sees them."""
         from spotlight.report.record import read_run
 
-        return read_run(self.directory)
+        return read_run(self._bring(Wanted.LIGHT))
 
     @property
     def finished(self) -> bool:
@@ -66,7 +84,7 @@ class Run:
         from spotlight.store.ledger import ledger_queries as queries
         from spotlight_rewards.reward_config import REWARD
 
-        with closing(queries.open_readonly(RunPaths(self.directory).ledger)) as connection:
+        with closing(queries.open_readonly(RunPaths(self._bring(Wanted.LIGHT)).ledger)) as connection:
             found = connection.execute(
                 "SELECT rollouts.id, purpose, iteration, prompts.text AS prompt, member, seed, steps, "
                 "version, value AS reward FROM rollouts JOIN prompts ON prompts.id = rollouts.prompt "
@@ -78,7 +96,7 @@ class Run:
 
     def pictures(self, iteration: int) -> Path:
         """The grid of held-out pictures after so many iterations. Raises StoreError if there is none."""
-        path = RunPaths(self.directory).images / f"iteration-{iteration:06d}.png"
+        path = RunPaths(self._bring(Wanted.PICTURES)).images / f"iteration-{iteration:06d}.png"
         if not path.is_file():
             found = sorted(each.stem for each in path.parent.glob("iteration-*.png"))
             raise StoreError(f"{path}: no such pictures; expected one of {', '.join(found) or 'none'}.")
@@ -93,7 +111,7 @@ class Run:
         from spotlight.store.picture_names import TRAINING, tiles_of
         from spotlight.store.shown_media import place_of
 
-        paths = RunPaths(self.directory)
+        paths = RunPaths(self._bring(Wanted.PICTURES))
         notes = [note for each in tiles_of(paths, iteration, TRAINING) if (note := read_tile_note(each))]
         if not notes:
             found = ", ".join(map(str, drawn_iterations(paths, TRAINING)))
@@ -115,7 +133,7 @@ class Run:
     @property
     def lora(self) -> Path | None:
         """Folder for ``load_lora_weights``; None before the end, and of a full fine-tune."""
-        folder = self.directory / "lora"
+        folder = self._bring(Wanted.LORA) / "lora"
         return folder if folder.is_dir() else None
 
     def train(self, *, plain: bool = False, **keys: Any) -> Run:
@@ -128,7 +146,8 @@ class Run:
         from spotlight.api.train_run import trained
         from spotlight.config.load import load_run
 
-        return trained(load_run(self.directory, [*overrides_of(keys)]), plain=plain)
+        run = self._bring(Wanted.LIGHT)
+        return trained(load_run(run, [*self._place, *overrides_of(keys)]), plain=plain)
 
     def fork(self, name: str, *, iteration: int | None = None, **keys: Any) -> Run:
         """Another run beside this one, from its checkpoint after ``iteration`` (None: the newest).
@@ -140,11 +159,15 @@ class Run:
             StoreError: no such checkpoint, or another run has this name.
         """
         from spotlight.api.arguments import overrides_of
+        from spotlight.cli.runs.train import in_a_folder
         from spotlight.config.load import load_run
         from spotlight.runtime.resuming.course import fork
 
-        config = load_run(self.directory, [*overrides_of(keys), f"name={name}"], forks=True)
-        return Run(fork(self.directory, config, iteration))
+        run = self._bring(Wanted.ALL)
+        config = load_run(run, [*self._place, *overrides_of(keys), f"name={name}"], forks=True)
+        with in_a_folder(config, log.info) as local:
+            fork(run, local, iteration)
+        return open(config.runs_dir / name)
 
     def export(
         self,
@@ -170,7 +193,8 @@ class Run:
         from spotlight.runtime.inference import TrainedRun
 
         by = (best if isinstance(best, str) else "") if best else None
-        trained = TrainedRun.open(self.directory, device=device, iteration=iteration, best=by)
+        run = self._bring(Wanted.CHECKPOINT if iteration is None and not best else Wanted.ALL)
+        trained = TrainedRun.open(run, device=device, iteration=iteration, best=by)
         if merged:
             trained.export_merged(Path(directory))
         else:
@@ -183,7 +207,7 @@ class Run:
         """Recount the ledger. Raises StoreError if there is none."""
         from spotlight.cli.runs.audit import audit_run
 
-        return audit_run(self.directory)
+        return audit_run(self._bring(Wanted.CHECKPOINT))
 
     def _repr_html_(self) -> str:
         record = self.record
@@ -201,8 +225,17 @@ class Run:
 
 
 def open(directory: str | Path) -> Run:
-    """A run that has been started. Raises StoreError if there is none."""
-    path = Path(directory)
-    if not RunPaths(path).config.is_file():
-        raise StoreError(f"{path}: not a run directory (no config.yaml); see `spotlight runs`.")
+    """A run that has been started: its directory, its name in ``runs/``, or ``s3://BUCKET/PREFIX/NAME``.
+
+    Raises StoreError if there is none.
+    """
+    from spotlight.cli.run_argument import run_named
+
+    text = str(directory)
+    if (kept := stored_runs(Path(text).parent)) is not None:
+        text = f"{kept.address}/{Path(text).name}"
+    if (copy := stored_run(text, Wanted.LIGHT)) is not None:
+        return Run(copy, text)
+    if (path := run_named(text)) is None:
+        raise StoreError(f"{text}: not a run directory (no config.yaml); see `spotlight runs`.")
     return Run(path)

@@ -102,10 +102,10 @@ def trained(config: RunConfig, *, plain: bool) -> Run:
 
     print_on_any_terminal()
     progress = make_progress(config, plain)
-    with progress, in_a_folder(config, progress.note) as config:
-        if finished_summary(config) is None:
-            require_startable(config)
-        result = driver_of(config)(config, progress, 0.0)
+    with progress, in_a_folder(config, progress.note) as local:
+        if finished_summary(local) is None:
+            require_startable(local)
+        result = driver_of(local)(local, progress, 0.0)
     if result.error is not None:
         raise RunStoppedError(result.error)
-    return open_run(result.directory)
+    return open_run(config.runs_dir / config.name)

@@ -29,7 +29,7 @@ def forked(
         raise failure("--name and --iteration are of --fork; expected it. Add --fork RUN, or say name=NAME.")
     if name is None:
         raise failure("--fork without --name; expected the new run's. Add --name NAME.")
-    run = find_run(parent, whole=True)
+    run = find_run(parent, "all")
     beside = [] if stored_runs(Path(parent).parent) is None else [f"runs_dir={Path(parent).parent}"]
     config = load_run(run, [*beside, *overrides, f"name={name}"], forks=True)
     console = Console(highlight=False)

@@ -73,7 +73,7 @@ def open_run(
         raise failure(f"--best: found with --iteration {iteration}; expected one of the two. Leave one out.")
     if curve is not None and not best:
         raise failure(f"--by: found {curve} without --best; expected both. Add --best, or leave it out.")
-    directory = find_run(run, whole=best or iteration is not None)
+    directory = find_run(run, "all" if best or iteration is not None else "checkpoint")
     silence_loading_bars()
     from spotlight.runtime.inference import TrainedRun
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -12,16 +12,16 @@ from spotlight_rewards.commands.exit_codes import errors_without_traceback, fail
 RUNS = Path("runs")
 
 
-def find_run(text: str, *, whole: bool = False) -> Path:
+def find_run(text: str, wanted: Literal["light", "pictures", "checkpoint", "all"] = "checkpoint") -> Path:
     """The run directory named by ``text``; otherwise list the existing ones and exit.
 
     Args:
-        whole: of a run in a bucket, bring all checkpoints, not only the newest.
+        wanted: what is brought of a run in a bucket (:class:`spotlight.store.run_store.Wanted`).
     """
     from spotlight.store.run_store import Wanted, stored_run
 
     with errors_without_traceback():
-        if (copy := stored_run(text, Wanted.ALL if whole else Wanted.CHECKPOINT)) is not None:
+        if (copy := stored_run(text, Wanted(wanted))) is not None:
             return copy
 
     if (found := run_named(text)) is not None:

@@ -13,6 +13,7 @@ from spotlight.data.datasets import Prompts
 from spotlight.data.media_size import media_size
 from spotlight.data.section_names import under
 from spotlight.dry_run.model_plan import NotHere, family_of, planned_files
+from spotlight.testbed import lora_path
 from spotlight_files.model_errors import ModelError
 from spotlight_files.pipeline_files import PipelineFiles, is_hub_id, shards_of
 from spotlight_rewards.base.errors import ConfigError
@@ -34,7 +35,10 @@ def require_model(config: RunConfig) -> None:
         weights = weight_sources(files, names, config.model.transformer)
         for source in weights.sources.values():
             shards_of(source, weights.key)
-    if (lora := config.model.lora) is not None and (Path(lora).is_dir() or not is_hub_id(lora)):
+    if config.model.lora is None:
+        return
+    lora = lora_path(config.model.lora)
+    if Path(lora).is_dir() or not is_hub_id(lora):
         for name in names:
             lora_file_of(str(lora_folder(Path(lora), name)))
 

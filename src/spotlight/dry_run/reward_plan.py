@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -13,10 +14,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from spotlight.config.schema import RunConfig
+from spotlight.data.datasets import Prompts
 from spotlight.dry_run.memory_plan import Estimate
+from spotlight_files.pipeline_files import is_hub_id
 from spotlight_rewards.registry import REWARDS, resolve
 from spotlight_rewards.results import require_names
-from spotlight_rewards.reward import RewardTraits
+from spotlight_rewards.reward import RewardSetupError, RewardTraits
 from spotlight_rewards.reward_config import RewardConfig
 from spotlight_rewards.reward_registry import facts_of, load
 
@@ -58,6 +61,21 @@ def require_rewards(config: RunConfig) -> None:
     require_names(config.rewards)
     for reward in config.rewards:
         load(reward.name, reward.params)
+
+
+def require_scorable(config: RunConfig, prompts: Prompts) -> None:
+    """Let built-in rewards that need no download check the prompts, as they do before a run.
+
+    Raises RewardInputError for one that cannot be scored.
+    """
+    used = prompts.used(config)
+    for reward in config.rewards:
+        facts = facts_of(reward.name) if reward.name in REWARDS.built_in else None
+        if facts is None or facts.runs_on != "CPU" or any(map(is_hub_id, facts.weights)):
+            continue
+        with suppress(RewardSetupError):  # what it lacks here may be where the run is
+            if (check := load(reward.name, reward.params).check) is not None:
+                check([prompt.text for prompt in used], [prompt.metadata for prompt in used])
 
 
 def reward_places(config: RunConfig) -> tuple[RewardPlace, ...]:

@@ -23,7 +23,13 @@ from spotlight.dry_run.model_plan import (
     lora_parameters,
     read_sizes,
 )
-from spotlight.dry_run.reward_plan import RewardPlace, require_rewards, reward_parts, reward_places
+from spotlight.dry_run.reward_plan import (
+    RewardPlace,
+    require_rewards,
+    require_scorable,
+    reward_parts,
+    reward_places,
+)
 from spotlight.store.checkpoints import CheckpointStore
 from spotlight.store.manifest import CheckpointHeader
 from spotlight.store.run_directory import RunPaths
@@ -108,7 +114,7 @@ def make_plan(config: RunConfig, ranks: int | None = None) -> RunPlan:
     Raises:
         ConfigError: unset or unreadable prompt file, too few held-out prompts; see :func:`rank_notes`.
         PromptFileError: missing or malformed prompts.
-        RewardSetupError: see :func:`require_rewards`.
+        RewardSetupError, RewardInputError: see :func:`require_rewards` and :func:`require_scorable`.
         ModelError: unusable model directory, LoRA target without match; see :func:`require_supported`.
     """
     notes = rank_notes(config, ranks)
@@ -116,6 +122,7 @@ def make_plan(config: RunConfig, ranks: int | None = None) -> RunPlan:
     require_model(config)
     prompts = load_prompts(config)
     require_prompts(config, prompts)
+    require_scorable(config, prompts)
     model = read_sizes(config)
     trained = None if isinstance(model, NotHere) else parameters_trained(config, model)
     images = len(prompts.test) * config.evaluation.images_per_prompt

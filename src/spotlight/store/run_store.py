@@ -23,10 +23,11 @@ _ADDRESS = re.compile(r"([a-z][a-z0-9]+):/+(.+)")
 
 class Wanted(Enum):
     """What of a run is read: all but checkpoints, pictures and exports; these and the pictures; these and the
-    newest checkpoint; all."""
+    exported LoRA; these and the newest checkpoint; all."""
 
     LIGHT = "light"
     PICTURES = "pictures"
+    LORA = "lora"
     CHECKPOINT = "checkpoint"
     ALL = "all"
 

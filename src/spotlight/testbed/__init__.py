@@ -59,6 +59,16 @@ TESTBEDS: Mapping[str, EmbeddedModel] = {
 """By what ``model.path``, ``data.train`` and ``data.test`` may be."""
 
 
+FOUR_STEPS = "testbed-four-steps"
+"""What ``model.lora`` may be: the ``testbed`` distilled to four steps."""
+FOUR_STEPS_DIR = _HERE / "four_steps"
+
+
+def lora_path(path: str) -> str:
+    """The directory of the embedded LoRA; any other ``model.lora`` as it is."""
+    return str(FOUR_STEPS_DIR) if path == FOUR_STEPS else path
+
+
 def pipeline_directory(path: str) -> str:
     """The directory of an embedded pipeline; any other ``model.path`` as it is."""
     return str(TESTBEDS[path].pipeline) if path in TESTBEDS else path

@@ -27,7 +27,7 @@ from spotlight_rewards.base.file_errors import size
 
 PUT_USD, GB_MONTH_USD = 0.005 / 1000, 0.023
 """List prices of S3 Standard in us-east-1; other services are near them."""
-_PICTURES = ("images/", "votes/")
+_FOLDERS = {Wanted.PICTURES: ("images/", "votes/"), Wanted.LORA: ("lora/",)}
 _FINISH_S = 600.0
 """How long the end of a run waits for a bucket that does not answer."""
 
@@ -63,8 +63,8 @@ class BucketRuns:
         """See :class:`spotlight.store.run_store.RunStore`."""
         copy = ReadCopy(folder_of(address, cache), name, open_objects(f"{address}/{name}"))
         if copy.renew(is_light):
-            if wanted is Wanted.PICTURES:
-                copy.renew(lambda path: is_light(path) or path.startswith(_PICTURES))
+            if wanted in _FOLDERS:
+                copy.renew(lambda path: is_light(path) or path.startswith(_FOLDERS[wanted]))
             if wanted is Wanted.CHECKPOINT and (folder := newest_checkpoint_of(copy.run)):
                 copy.renew(lambda path: is_light(path) or path.startswith(folder))
             if wanted is Wanted.ALL:

@@ -24,4 +24,4 @@ def card(run: RunArgument) -> None:
     from spotlight.report.record import read_run
 
     with errors_without_traceback():
-        typer.echo(printable(write_card(read_run(find_run(run)))))
+        typer.echo(printable(write_card(read_run(find_run(run, "pictures")))))

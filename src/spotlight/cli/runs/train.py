@@ -39,7 +39,7 @@ from spotlight.cli.runs.train_options import (
 )
 from spotlight.config.training_stages import stage_names
 from spotlight.garbage import lasting
-from spotlight.testbed import TESTBEDS
+from spotlight.testbed import TESTBEDS, lora_path
 from spotlight_rewards.base.file_errors import StoreError
 from spotlight_rewards.commands.exit_codes import (
     EXIT_INTERRUPTED,
@@ -194,7 +194,7 @@ def _print_stages(
         with errors_without_traceback():
             config, arguments = configured([*given, f"stage={each}"])
             typer.echo(f"Stage {each}: the run {config.name}")
-            if config.model.lora is not None and not Path(config.model.lora).exists():
+            if config.model.lora is not None and not Path(lora_path(config.model.lora)).exists():
                 typer.echo(f"It begins with {config.model.lora}, which an earlier stage is to make")
                 config, _ = configured([*given, f"stage={each}", "model.lora=null"])
         _print_plan(config, arguments, ranks)

@@ -41,7 +41,7 @@ from spotlight.runtime.assembly.preview_settings import preview_recipe
 from spotlight.scheduler.seeds import derive_seed
 from spotlight.scheduler.types import Purpose
 from spotlight.store.run_store import default_cache
-from spotlight.testbed import pipeline_directory
+from spotlight.testbed import lora_path, pipeline_directory
 from spotlight.training.settings import adapter_type, autocast_type
 from spotlight_files.lora_file import read_lora
 from spotlight_files.model_errors import ModelError
@@ -196,7 +196,7 @@ def _make_slots(config: RunConfig, family: ModelFamily, algorithm: Algorithm) ->
     files = weight_sources(family.files, names, config.model.transformer).reader()
     if config.model.lora is None:
         return LoraSlots(family.transformer, spec, extra, compute=compute, files=files)
-    initial = read_lora(family.pipeline_class, config.model.lora, names)
+    initial = read_lora(family.pipeline_class, lora_path(config.model.lora), names)
     if lora.rank != initial.rank:
         raise ModelError(
             f"learner.lora.rank is {lora.rank}; expected {initial.rank}, that of model.lora "

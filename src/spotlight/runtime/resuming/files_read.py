@@ -12,6 +12,7 @@ from pathlib import Path
 from spotlight.config.schema import RunConfig
 from spotlight.data.datasets import Prompts
 from spotlight.dry_run.model_plan import NotHere, planned_files
+from spotlight.testbed import lora_path
 from spotlight_files.file_contents import below, contents_of
 from spotlight_files.hub_snapshot import cached_commit
 from spotlight_files.pipeline_files import is_hub_id
@@ -28,7 +29,7 @@ def files_read(config: RunConfig, prompts: Prompts) -> dict[str, str]:
     if not isinstance(pipeline, NotHere) and pipeline.known is None:
         found["model.path"] = pipeline.contents()
     for key, given in (("model.transformer", config.model.transformer), ("model.lora", config.model.lora)):
-        if given is not None and (content := _weights(given)) is not None:
+        if given is not None and (content := _weights(lora_path(given))) is not None:
             found[key] = content
     for key, some in (("data.train", prompts.train), ("data.test", prompts.test)):
         if paths := _pictures(some):

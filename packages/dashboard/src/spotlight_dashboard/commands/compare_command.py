@@ -93,7 +93,7 @@ def compare(
 
 def _named(text: str) -> list[Path]:
     found = sorted(path.parent for path in RUNS.glob(f"{text}/config.yaml")) if "*" in text else []
-    return found or [find_run(text)]
+    return found or [find_run(text, "light")]
 
 
 def _judged(directories: Sequence[Path]) -> str:
@@ -206,6 +206,7 @@ def _json(groups: Sequence[Seeds], at: Sequence[float], name: str, by: Axis, tar
             {
                 "name": group.name,
                 "runs": [run.run for run in group.runs],
+                "repeated_seeds": group.repeated,
                 "at": [{by: x, **_fields(group.at(x))} for x in at],
                 "end": _fields(group.end),
                 "reaches": _fields(group.reaches(target)),

@@ -27,7 +27,7 @@ def report(
 
       spotlight report demo --html demo.html
     """
-    directory = find_run(run)
+    directory = find_run(run, "pictures")
     with errors_without_traceback():
         from spotlight.report.wording import size
         from spotlight_dashboard.run_folders import RunFolder

@@ -26,7 +26,7 @@ def why(
 
       spotlight why demo --json | jq '.[].name'
     """
-    directory = find_run(run)
+    directory = find_run(run, "light")
     with errors_without_traceback():
         import json
         from dataclasses import asdict

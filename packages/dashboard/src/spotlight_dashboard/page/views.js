@@ -476,8 +476,12 @@ function curvesView(place, { run, runs }) {
       changes: groups.flatMap((each) => each.changes),
     });
     const several = groups.filter((each) => each.runs.length > 1);
+    const repeated = groups.flatMap((each) => each.repeated_seeds);
     return several.length
-      ? `Means and 90 % intervals over the seeds of a configuration: ${several.map((each) => each.runs.join(", ")).join("; ")}.`
+      ? `Means and 90 % intervals over the seeds of a configuration: ${several.map((each) => each.runs.join(", ")).join("; ")}.` +
+          (repeated.length
+            ? ` Too narrow, as of the same run_seed as another: ${repeated.join(", ")}.`
+            : "")
       : "No two of these runs are seeds of one configuration.";
   }
 

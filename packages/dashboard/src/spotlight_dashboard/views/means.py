@@ -27,6 +27,7 @@ def _group(seeds: Seeds) -> Json:
     return {
         "name": seeds.name,
         "runs": [run.run for run in seeds.runs],
+        "repeated_seeds": seeds.repeated,
         "x": [x for x, _ in line],
         "y": [found.mean for _, found in line],
         "half": [None if math.isnan(found.half) else found.half for _, found in line],
