@@ -19,7 +19,7 @@ from rich.text import Text
 from spotlight.cli import fork_option
 from spotlight.cli.config_command import split_arguments
 from spotlight.cli.run_argument import run_named
-from spotlight.cli.runs.train_options import (
+from spotlight.cli.train_options import (
     AddressOption,
     BudgetOption,
     ConfigArgument,
