@@ -408,14 +408,12 @@ def _print_plan(config: RunConfig, arguments: Sequence[str], ranks: int | None) 
     from spotlight.report.wording import estimate_words
     from spotlight.runtime.preflight import finished_note, finished_summary, require_disk, require_startable
     from spotlight.runtime.resuming.course import planned_changes
-    from spotlight.store.run_store import Wanted, default_cache, stored_runs
+    from spotlight.store.run_store import Wanted, stored_runs
 
     with errors_without_traceback(), lasting():
         kept = stored_runs(config.runs_dir)
         if kept is not None:
-            copy = kept.store.read(
-                kept.address, config.name, config.cache_dir or default_cache(), Wanted.LIGHT
-            )
+            copy = kept.store.read(kept.address, config.name, config.cache, Wanted.LIGHT)
             config = config.model_copy(update={"runs_dir": copy.parent})
         finished = finished_summary(config)
         if finished is None:
@@ -485,7 +483,7 @@ def in_a_folder(config: RunConfig, note: Callable[[str], None]) -> Iterator[RunC
 
     Raises StoreError.
     """
-    from spotlight.store.run_store import default_cache, stored_runs
+    from spotlight.store.run_store import stored_runs
 
     if (found := stored_runs(config.runs_dir)) is None:
         yield config
@@ -495,9 +493,8 @@ def in_a_folder(config: RunConfig, note: Callable[[str], None]) -> Iterator[RunC
             f"runs_dir is {found.address} under torchrun; expected a folder, which its ranks share. "
             "Start the ranks with --ranks, or set runs_dir to a folder."
         )
-    cache = config.cache_dir or default_cache()
     cluster = config.fleet.address if config.fleet.address not in (None, "auto") else ""
-    with found.store.work(found.address, config.name, cache, note, cluster) as runs_dir:
+    with found.store.work(found.address, config.name, config.cache, note, cluster) as runs_dir:
         yield config.model_copy(update={"runs_dir": runs_dir})
 
 
