@@ -345,10 +345,11 @@ class TimePassed:
     """Nothing happened, but timeouts may be due."""
 
 
-MachineEvent: TypeAlias = NodeJoined | NodeNoticed | NodeAdvised | NoticeCancelled | NodeLost
+NodeEvent: TypeAlias = NodeJoined | NodeNoticed | NoticeCancelled | NodeLost
+MachineEvent: TypeAlias = NodeEvent | NodeAdvised
 
 ClusterEvent: TypeAlias = (
-    MachineEvent | WorkerStarted | WorkerCrashed | WeightsPulled | PullFailed | GroupFormed | GroupStopped
+    NodeEvent | WorkerStarted | WorkerCrashed | WeightsPulled | PullFailed | GroupFormed | GroupStopped
 )
 
 Event: TypeAlias = (
@@ -365,6 +366,7 @@ Event: TypeAlias = (
     | EvaluationReported
     | CheckpointCommitted
     | ClusterEvent
+    | NodeAdvised
     | GroupPulled
     | LeaseProgressed
     | LeaseCompleted
