@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from spotlight.config.schema import RunConfig
 from spotlight.registry import FAMILIES
 from spotlight.testbed import TESTBEDS
-
-if TYPE_CHECKING:
-    from spotlight.models.family import ModelFamily
 
 SECOND_TRANSFORMER = "transformer_2"
 """Folder of the second transformer's weights, where a pipeline has two (Wan2.2-A14B)."""
@@ -72,7 +68,7 @@ def loading_snippet(
     if lora and config.model.transformer is not None:
         lines += _transformer(config.model.transformer)
     if lora:
-        lines.append(_lora(family, weights))
+        lines.append(_lora(weights, by_pipeline=family.loads_lora))
         second = (weights if weights.is_dir() else weights.parent) / SECOND_TRANSFORMER
         if second.is_dir():
             lines.append(f"pipe.load_lora_weights({str(second)!r}, load_into_transformer_2=True)")
@@ -84,8 +80,8 @@ def loading_snippet(
     return "\n".join(lines)
 
 
-def _lora(family: type[ModelFamily], weights: Path) -> str:
-    if family.loads_lora:
+def _lora(weights: Path, *, by_pipeline: bool) -> str:
+    if by_pipeline:
         return f"pipe.load_lora_weights({str(weights)!r})"
     return f"pipe.transformer.load_lora_adapter({str(weights)!r}, use_safetensors=True)"
 
