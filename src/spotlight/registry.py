@@ -49,6 +49,7 @@ FAMILIES: Registry[type[ModelFamily]] = Registry(
         "flux2-dev": "spotlight.models.families.flux2_dev:Flux2Dev",
         "flux": "spotlight.models.families.flux:Flux",
         "flux-kontext": "spotlight.models.families.flux_kontext:FluxKontext",
+        "krea-2": "spotlight.models.families.krea2:Krea2",
         "sd3": "spotlight.models.families.sd3:StableDiffusion3",
         "wan": "spotlight.models.families.wan:Wan",
         "wan-i2v": "spotlight.models.families.wan_i2v:WanI2V",

@@ -324,6 +324,23 @@ CASES: Mapping[str, FamilyCase] = {
             wide={"num_layers": 1, "num_single_layers": 4, "axes_dims_rope": (16, 16, 16, 16), **_WIDE},
         ),
         FamilyCase(
+            "krea-2",
+            _PICTURE,
+            (
+                Setting(_PICTURE, 1),
+                Setting(_PICTURE, 12, scale=3.0),
+                Setting(MediaSize(48, 16), 3, scale=1.5, negative="a green square, blurred"),
+            ),
+            trained=(0, 1),
+            wide={
+                "num_layers": 28,
+                "num_key_value_heads": 1,
+                "intermediate_size": 683,
+                "axes_dims_rope": (16, 24, 24),
+                **_WIDE,
+            },
+        ),
+        FamilyCase(
             "flux2-dev",
             _PICTURE,
             (

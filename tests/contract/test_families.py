@@ -45,6 +45,7 @@ from spotlight.testing.family_contract import (
     check_inputs,
     check_weights,
     draw,
+    layers_of,
     load_family,
     picture_difference,
     plain_pipeline,
@@ -347,10 +348,7 @@ def test_activations_are_within_a_tenth_of_the_plans(load: Load, name: str) -> N
     found = {}
     for mode in ("lora", "full", "elementwise", "checkpointed"):
         model = type(family.transformer).from_config({**family.transformer.config, **loaded.case.wide})
-        layers = sum(
-            type(part).__name__ in model._no_split_modules and "Block" in type(part).__name__
-            for part in model.modules()
-        )
+        layers = len(layers_of(model))
         if mode == "lora":
             LoraSlots(model.requires_grad_(False), LoraSpec(rank=4, alpha=4.0, targets=family.lora_targets))
         elif mode != "full":

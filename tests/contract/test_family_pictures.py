@@ -13,7 +13,7 @@ from spotlight.models.family import MediaSize, ModelError, ModelFamily
 from spotlight.registry import FAMILIES
 from spotlight.testbed import PIPELINE_DIR
 
-OTHERS = ("qwen-image-edit", "z-image", "flux2-klein", "flux2-dev", "flux", "flux-kontext", "sd3")
+OTHERS = ("qwen-image-edit", "z-image", "flux2-klein", "flux2-dev", "flux", "flux-kontext", "krea-2", "sd3")
 NONE = ("wan", "wan-i2v", "hunyuan-video", "qwen-image-2.1")
 
 

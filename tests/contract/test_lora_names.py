@@ -105,6 +105,21 @@ WAN: Rules = {
     "blocks.N.ffn.net.2": ("blocks.N.ffn.2", 0),
 }
 
+KREA2: Rules = {
+    f"{ours}.N.{end}": (f"{own}.N.{name}", 0)
+    for ours, own in (
+        ("transformer_blocks", "blocks"),
+        ("text_fusion.layerwise_blocks", "txtfusion.layerwise_blocks"),
+        ("text_fusion.refiner_blocks", "txtfusion.refiner_blocks"),
+    )
+    for end, name in (
+        *((f"attn.{each}", f"attn.w{each[-1]}") for each in QKV),
+        ("attn.to_out.0", "attn.wo"),
+        ("attn.to_gate", "attn.gate"),
+        *((f"ff.{each}", f"mlp.{each}") for each in ("gate", "up", "down")),
+    )
+}
+
 
 def z_image(qkv: str, out: str) -> Rules:
     rules: dict[str, tuple[str, int]] = {}
@@ -124,6 +139,7 @@ COMFYUI: Mapping[str, Rules | None] = {
     "flux-kontext": {**double(GELU, ("0", "2")), **SINGLE},
     "flux2-klein": FLUX2,
     "flux2-dev": FLUX2,
+    "krea-2": KREA2,
     "sd3": SD3,
     "z-image": z_image("qkv", "out"),
     "wan": WAN,
@@ -133,7 +149,7 @@ COMFYUI: Mapping[str, Rules | None] = {
 KOHYA = {**COMFYUI, "z-image": z_image("", "to_out.0"), "hunyuan-video": hunyuan("_", ("fc1", "fc2"))}
 PROGRAMS: Mapping[Layout, Mapping[str, Rules | None]] = {"comfyui": COMFYUI, "kohya": KOHYA}
 DIFFUSERS_READS = {(name, layout) for name in ("flux2-klein", "wan", "qwen-image") for layout in PROGRAMS}
-DIFFUSERS_READS |= {("z-image", "kohya")}
+DIFFUSERS_READS |= {("z-image", "kohya"), ("krea-2", "comfyui")}
 """Files that diffusers' own converters read, too: another's reading of the same names."""
 
 

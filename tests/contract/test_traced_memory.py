@@ -89,7 +89,7 @@ def test_a_forwards_peak_is_within_a_quarter_of_the_plans(name: str, tmp_path: P
             .requires_grad_(False)
         )
     side = 24 * family.dimensions.patch_px
-    size = MediaSize(side, side, frames=5 if kind.video else 1)
+    size, family.config = MediaSize(side, side, frames=5 if kind.video else 1), model.config
     with FakeTensorMode(allow_non_fake_inputs=True):
         for part in model.modules():
             for key, weight in part.named_parameters(recurse=False):

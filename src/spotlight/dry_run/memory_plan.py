@@ -44,7 +44,7 @@ NCCL_LL128_BUFFSIZE (NCCL's ``init.cc``: 8 x 512 x 8 x 16 B, and 120 x 640 x 8 x
 EMBEDDINGS_BYTES = 4 << 30
 """Kept in memory on a node, divided over its ranks; others are read from the disk cache when they are used.
 
-An embedding has up to 3.7 MB with Qwen-Image, 15.7 MB with FLUX.2-dev.
+An embedding has up to 3.7 MB with Qwen-Image, 15.7 MB with FLUX.2-dev, 31 MB with Krea 2.
 """
 
 

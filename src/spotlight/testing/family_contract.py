@@ -250,6 +250,16 @@ def check_weights(loaded: LoadedFamily) -> None:
     assert not unexpected, f"no gradient: {', '.join(unexpected)}"
 
 
+def layers_of(transformer: Any) -> list[torch.nn.Module]:
+    """The blocks that planning counts: those that repeat, not those of text alone."""
+    repeated = getattr(transformer, "_repeated_blocks", None) or transformer._no_split_modules or ()
+    return [
+        part
+        for part in transformer.modules()
+        if (kind := type(part).__name__) in repeated and "Block" in kind
+    ]
+
+
 def check_dimensions(loaded: LoadedFamily) -> None:
     """Layers, width, tokens and channels that planning reads are those of the running model."""
     family, size = loaded.family, loaded.case.size
@@ -259,11 +269,7 @@ def check_dimensions(loaded: LoadedFamily) -> None:
         seen.append(kwargs["hidden_states"].shape if "hidden_states" in kwargs else args[0].shape)
 
     transformer: Any = denoisers(family.transformer)["transformer"]
-    blocks = [
-        part
-        for part in transformer.modules()
-        if (kind := type(part).__name__) in (transformer._no_split_modules or ()) and "Block" in kind
-    ]
+    blocks = layers_of(transformer)
     handle = blocks[0].register_forward_pre_hook(watch, with_kwargs=True)
     draw(family, loaded.case, Setting(size, steps=2, embedded=family.embedded_guidance))
     handle.remove()

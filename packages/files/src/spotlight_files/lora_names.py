@@ -89,6 +89,16 @@ def _z_image(*, fused: bool) -> LayerNames:
     return names
 
 
+def _krea2() -> LayerNames:
+    attention = {"wq": "to_q", "wk": "to_k", "wv": "to_v", "gate": "to_gate", "wo": "to_out.0"}
+    ends = {f"attn.{own}": f"attn.{end}" for own, end in attention.items()}
+    ends |= {f"mlp.{each}": f"ff.{each}" for each in ("gate", "up", "down")}
+    blocks = {"blocks.*": "transformer_blocks.*"}
+    for kind in ("layerwise_blocks", "refiner_blocks"):
+        blocks[f"txtfusion.{kind}.*"] = f"text_fusion.{kind}.*"
+    return {f"{own}.{name}": (f"{ours}.{end}",) for own, ours in blocks.items() for name, end in ends.items()}
+
+
 _NATIVE = ("attn.qkv", "attn.proj", ("mlp.0", "mlp.2"))
 FLUX = {**_double(*_NATIVE), **_single()}
 FLUX2 = {
@@ -107,4 +117,5 @@ QWEN = same_names(
     + [f"{stream}_mlp.{each}" for stream in ("img", "txt") for each in _FLUX_ENDS]
 )
 SD3 = _sd3()
+KREA2 = _krea2()
 Z_IMAGE_COMFYUI, Z_IMAGE_KOHYA = _z_image(fused=True), _z_image(fused=False)
