@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scripts.marked_part import read_part, write_part
+from spotlight.licences import Licence, licence_of
 from spotlight.models.family import ModelFamily
 from spotlight.registry import FAMILIES
 
@@ -39,8 +40,8 @@ def facts() -> str:
     """One line per family and published model."""
     lines = [
         "| `model.family` | published models (parameters) | makes | guidance | step cache "
-        "| sequence parallel | configurations from |",
-        "|---|---|---|---|---|---|---|",
+        "| sequence parallel | configurations from | commercial use of the weights |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name in FAMILIES.built_in:
         family = FAMILIES.load(name)
@@ -52,7 +53,8 @@ def facts() -> str:
         kinds += [] if family.guidance_argument is None else ["true"]
         lines.append(
             f"| `{name}` | {models} | {'videos' if family.video else 'pictures'} | {', '.join(kinds)} | "
-            f"{_yes(family.reuses_blocks)} | {_yes(family.splits_sequence)} | {'<br>'.join(sources)} |"
+            f"{_yes(family.reuses_blocks)} | {_yes(family.splits_sequence)} | {'<br>'.join(sources)} | "
+            f"{_licences(family)} |"
         )
     return "\n".join([*lines, ""])
 
@@ -90,6 +92,22 @@ def main(arguments: list[str]) -> None:
     if arguments:
         reports = [Path(argument) for argument in arguments]
         write_part(PAGE, FIGURES, figures(reports, read_part(PAGE, FIGURES)))
+
+
+def _licences(family: type[ModelFamily]) -> str:
+    """Each licence once, with the models' last names where there are several."""
+    by_licence: dict[str, list[str]] = {}
+    for model in family.published:
+        by_licence.setdefault(_linked(licence_of(model)), []).append(model.partition("/")[2])
+    if len(by_licence) == 1:
+        return next(iter(by_licence))
+    return "<br>".join(f"{', '.join(models)}: {said}" for said, models in by_licence.items())
+
+
+def _linked(licence: Licence | None) -> str:
+    if licence is None:
+        return "not read"
+    return f"{licence.commercial} ([{licence.name}]({licence.source}), read {licence.read})"
 
 
 def _yes(value: bool) -> str:

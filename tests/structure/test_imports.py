@@ -194,7 +194,7 @@ ALSO = {
     ("training", "spotlight.store.store_errors"),
 }
 """Single modules allowed beside the table."""
-FOR_ALL = {"registry", "garbage"}
+FOR_ALL = {"registry", "garbage", "licences"}
 """Modules of no room, which every room may import."""
 
 SCHEDULER_PARTS: dict[str, set[str]] = {

@@ -434,6 +434,7 @@ def test_the_dry_run_prints_the_configuration_and_the_plan_and_touches_nothing(
     assert f"rollout forwards {passes.rollout:,} " in words
     assert f"backwards {passes.backward:,} " in words
     assert "on the device at the peak" in words
+    assert "licence of the weights not read ask the publisher" in words
     assert "shapes 1 process beside each rank" in words
     assert "Estimate: needs three iterations of it" in words.rpartition("Every key")[2]
     assert "rollout.prompts_per_iteration is 1024, but data.train has" in words

@@ -100,7 +100,7 @@ def test_a_key_names_the_column_of_texts(tmp_path: Path) -> None:
             [{"prompt": "a cat", "negative_prompt": "blurry"}],
             "rollout.negative_prompt, which is for all prompts",
         ),
-        ([{"prompt": "a cat", "media": "cat.png"}], "'references'"),
+        ([{"prompt": "a cat", "media": "cat.png"}], "set data.reference_column=media"),
         ([{"prompt": "a cat"}, {"prompt": "a cat"}], "drop_duplicates"),
         ([{"prompt": None}], "'prompt' is missing"),
     ],

@@ -379,6 +379,7 @@ def test_the_card_names_a_hub_model_as_its_base(run: RunRecord, tmp_path: Path) 
     text = write_card(replace(run, config=config)).read_text()
     matter = yaml.safe_load(text.split("---\n")[1])
     assert (matter["base_model"], matter["base_model_relation"]) == ("Qwen/Qwen-Image", "adapter")
+    assert "Apache-2.0; commercial use: yes (read on " in text
 
 
 def test_the_card_says_beside_which_base_scores_were_made(run: RunRecord) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NoReturn, TypeAlias
 
 from spotlight_rewards.base.errors import ConfigError, Problem
 from spotlight_rewards.base.files import write_atomically
+from spotlight_rewards.base.kept_pictures import PICTURES_FOLDER, with_kept
 from spotlight_rewards.base.prompt_files import parse_record, with_found_pictures
 from spotlight_rewards.base.prompts import Prompt, PromptId
 
@@ -110,7 +111,7 @@ def prompt_files(
     """
     files: dict[str, str] = {}
     if test_prompts is None and prompts is not None and not isinstance(prompts, str | Path):
-        records = _records("prompts", prompts)
+        records = _records("prompts", prompts, cache / PICTURES_FOLDER)
         if len(records) < 2:
             _refuse("prompts", records, "at least 2", "Give test_prompts, too.")
         test_prompts = records[::_HELD_OUT_EVERY]
@@ -120,15 +121,17 @@ def prompt_files(
             continue
         name = "data.train" if key == "prompts" else "data.test"
         files[name] = (
-            str(given) if isinstance(given, str | Path) else str(_written(_records(key, given), cache))
+            str(given)
+            if isinstance(given, str | Path)
+            else str(_written(_records(key, given, cache / PICTURES_FOLDER), cache))
         )
     return files
 
 
-def _records(key: str, prompts: Any) -> list[dict[str, Any]]:
+def _records(key: str, prompts: Any, kept: Path) -> list[dict[str, Any]]:
     """Of texts, of mappings with ``prompt``, of a DataFrame or of a ``datasets.Dataset``.
 
-    Paths of pictures start from the current directory.
+    Paths of pictures start from the current directory; pictures themselves are kept in ``kept``.
     """
     if hasattr(prompts, "columns") and hasattr(prompts, "to_dict"):
         prompts = prompts.to_dict("records")
@@ -143,14 +146,15 @@ def _records(key: str, prompts: Any) -> list[dict[str, Any]]:
         if not isinstance(record, Mapping) or not isinstance(record.get("prompt"), str):
             _refuse(key, each, expected, "Correct it, or rename the column of the texts.")
         try:
-            prompt = parse_record(json.dumps(dict(record)))
-        except (TypeError, ValueError) as error:  # what JSON has no word for, or the text is none to train on
+            prompt = parse_record(json.dumps({name: with_kept(each, kept) for name, each in record.items()}))
+        except (TypeError, ValueError, OSError) as error:  # no JSON, or nothing to train on
             _refuse(f"{key}[{number}]", each, expected, f"{error}. Correct it, or leave the column out.")
         if prompt.id in found:
             earlier = f"each prompt once; it is {key}[{list(found).index(prompt.id)}] too"
             _refuse(f"{key}[{number}]", each, earlier, "Leave it out, as list(dict.fromkeys(texts)) does.")
         found[prompt.id] = prompt
-    return [{"prompt": each.text, **each.metadata} for each in with_found_pictures(list(found.values()), key)]
+    prompts = with_found_pictures(list(found.values()), key, kept)
+    return [{"prompt": each.text, **each.metadata} for each in prompts]
 
 
 def _written(records: Sequence[Mapping[str, Any]], cache: Path) -> Path:

@@ -63,8 +63,6 @@ def train(
             command, before any work.
         RunStoppedError: the run stopped by an error.
     """
-    from spotlight.runtime.assembly.components import cache_dir
-
     sections = {
         "model": {"path": model} if isinstance(model, str) else model or {},
         "algorithm": {"name": algorithm} if isinstance(algorithm, str) else algorithm or {},
@@ -73,7 +71,7 @@ def train(
     # A key may name a reward's curve, so their places stand in for them where the run's own is sought.
     stand_ins = [] if rewards is None else [*overrides_of({"rewards": stand_ins_of(rewards)})]
     run_config = _loaded(config, [*given, *stand_ins])
-    cache, directory = cache_dir(run_config), run_config.runs_dir / run_config.name
+    cache, directory = run_config.cache, run_config.runs_dir / run_config.name
     if rewards is not None:
         given += overrides_of({"rewards": rewards_of(rewards, directory, cache)})
     if prompts is not None or test_prompts is not None:

@@ -31,6 +31,7 @@ from spotlight.config.sections.policies import AddedPolicies
 from spotlight.config.sections.rewards import RewardPolicyConfig
 from spotlight.config.sections.rollout import RolloutConfig
 from spotlight_rewards.base.errors import Problem
+from spotlight_rewards.base.files import default_cache
 from spotlight_rewards.base.strict_section import COURSE, EXTENT, WORK
 from spotlight_rewards.reward_config import RewardConfig
 
@@ -53,7 +54,7 @@ class RunConfig(Section):
     runs_dir: Annotated[Path, Field(validate_default=False), PlainSerializer(_address), WORK] = Path("runs")
     """Parent of the run directories; or a bucket, s3://BUCKET/PREFIX (docs/howto/runs-in-a-bucket.md)."""
     cache_dir: Annotated[Path | None, WORK] = None
-    """Directory for prompt embeddings; default: ``~/.cache/spotlight`` (or XDG_CACHE_HOME)."""
+    """Directory for prompts' embeddings and pictures; default: ``~/.cache/spotlight`` (XDG_CACHE_HOME)."""
     run_seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seed of prompt order, of all rollouts and of the adapters' initial values."""
     iterations: Annotated[PositiveInt, EXTENT] = 40
@@ -92,6 +93,11 @@ class RunConfig(Section):
     """The hardware, and what it costs."""
 
     _names_run: bool = PrivateAttr(default=False)
+
+    @property
+    def cache(self) -> Path:
+        """``cache_dir``, or its default."""
+        return self.cache_dir or default_cache()
 
     @property
     def names_run(self) -> bool:

@@ -14,6 +14,7 @@ from spotlight.data.stored_data import folder_text, with_pairs
 from spotlight.scheduler.seeds import prompts_of_iteration, spares_of_iteration
 from spotlight.testbed import TESTBEDS
 from spotlight_rewards.base.errors import ConfigError, Problem
+from spotlight_rewards.base.kept_pictures import PICTURES_FOLDER
 from spotlight_rewards.base.prompt_datasets import is_dataset
 from spotlight_rewards.base.prompt_files import (
     PROMPT,
@@ -27,6 +28,21 @@ from spotlight_rewards.base.prompts import Prompt, PromptId
 _EVALUATED_SHARE_MAX = 0.5
 _REPLACEMENT = "\ufffd"
 _LINES_SHOWN = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """What the columns of a file of prompts, or the keys of its objects, hold.
+
+    Attributes:
+        text: the prompt.
+        references: pictures that the prompt is about; None: those of ``references`` alone.
+        kept: where pictures lie that data sets hold.
+    """
+
+    text: str = PROMPT
+    references: str | None = None
+    kept: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +136,7 @@ def _replaced(config: RunConfig, prompts: Prompts) -> Iterator[str]:
     for key, some in (("train", prompts.train), ("test", prompts.test)):
         if any(_REPLACEMENT in prompt.text for prompt in some):
             path = _file_of(config, key)
-            text = _text_of(key, path, _column_of(config, key))
+            text = _text_of(key, path, _columns_of(config, key))
             lines = [
                 number
                 for number, line in enumerate(text.split("\n"), start=1)
@@ -139,8 +155,11 @@ def _file_of(config: RunConfig, key: str) -> Path:
     return getattr(TESTBEDS[given], key) if given in TESTBEDS else Path(given)
 
 
-def _column_of(config: RunConfig, key: str) -> str:
-    return PROMPT if getattr(config.data, key) in TESTBEDS else config.data.prompt_column
+def _columns_of(config: RunConfig, key: str) -> Columns:
+    kept = config.cache / PICTURES_FOLDER
+    if getattr(config.data, key) in TESTBEDS:
+        return Columns(kept=kept)
+    return Columns(config.data.prompt_column, config.data.reference_column, kept)
 
 
 def load_prompts(config: RunConfig) -> Prompts:
@@ -154,7 +173,7 @@ def load_prompts(config: RunConfig) -> Prompts:
     if problems := list(_unset_files(config)):
         raise ConfigError("the configuration", problems)
     trained = read_prompts(
-        "data.train", _file_of(config, "train"), config.data.tags, _column_of(config, "train")
+        "data.train", _file_of(config, "train"), config.data.tags, _columns_of(config, "train")
     )
     if problems := list(_without_pictures(config, trained)):
         raise ConfigError("the configuration", problems)
@@ -179,7 +198,7 @@ def _without_pictures(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[
 def load_held_out(config: RunConfig) -> tuple[Prompt, ...]:
     """Read the held-out prompts alone. Raises as :func:`load_prompts`."""
     tags, wanted, test = config.data.tags, config.evaluation.prompts, config.data.test
-    held_out = read_prompts("data.test", _file_of(config, "test"), tags, _column_of(config, "test"))
+    held_out = read_prompts("data.test", _file_of(config, "test"), tags, _columns_of(config, "test"))
     if wanted is not None and wanted > len(held_out):
         problem = Problem(
             "evaluation.prompts", str(wanted),
@@ -220,10 +239,15 @@ def evenly_spaced(prompts: Sequence[Prompt], count: int | None) -> tuple[Prompt,
     return tuple(prompts[index * len(prompts) // kept] for index in range(kept))
 
 
-def read_prompts(key: str, path: Path, tags: Sequence[str] = (), column: str = PROMPT) -> list[Prompt]:
+def read_prompts(
+    key: str,
+    path: Path,
+    tags: Sequence[str] = (),
+    columns: Columns = Columns(),
+) -> list[Prompt]:
     """Prompts of the file configured as ``key``. Raises as load_prompts."""
     try:
-        text = _text_of(key, path, column)
+        text = _text_of(key, path, columns)
     except (OSError, ValueError) as error:
         here = "" if path.is_absolute() else f" (relative to the current directory {Path.cwd()})"
         expected = (
@@ -233,9 +257,10 @@ def read_prompts(key: str, path: Path, tags: Sequence[str] = (), column: str = P
         problem = Problem(key, f"{path}{here}", expected, f"{error}.")
         raise ConfigError("the configuration", [problem]) from None
     source = str(path / "metadata.jsonl" if _is_pictures(path) else path)
-    prompts = parse_prompts(text, source, column=PROMPT if _is_pictures(path) else column)
+    column = PROMPT if _is_pictures(path) else columns.text
+    prompts = parse_prompts(text, source, column=column, references=columns.references)
     _require_read(key, prompts)
-    prompts = with_found_pictures(prompts, source)
+    prompts = with_found_pictures(prompts, source, columns.kept)
     with under("data"):
         return with_tags(prompts, str(path), tags)
 
@@ -244,17 +269,21 @@ def _is_pictures(path: Path) -> bool:
     return path.is_dir() and not is_dataset(path)
 
 
-def _text_of(key: str, path: Path, column: str) -> str:
+def _text_of(key: str, path: Path, columns: Columns) -> str:
     """Raises OSError, or ValueError that says what is wrong."""
     if _is_pictures(path):
         return folder_text(path)
-    return with_pairs(read_text(path, key.rpartition(".")[2], column), column)
+    split = key.rpartition(".")[2]
+    return with_pairs(read_text(path, split, columns.text, columns.references, columns.kept), columns.text)
 
 
-_PICTURES = "name pictures that a prompt is about in 'references'"
 _READ_NOWHERE = {
     "negative_prompt": "set rollout.negative_prompt, which is for all prompts",
-    **dict.fromkeys(("image", "images", "media", "video", "videos"), _PICTURES),
+    **{
+        name: f"set data.reference_column={name} if it holds pictures that prompts are about"
+        for name in ("image", "images", "media")
+    },
+    **dict.fromkeys(("video", "videos"), "leave it out: no family draws from videos"),
 }
 """Keys of other trainers' prompts files, with what to do instead."""
 

@@ -5,7 +5,8 @@
     card/progress.png         the same prompts at several iterations
     card/validation.svg       curves with standard errors; reward.svg, loss.svg
 
-Rewriting replaces it. It names no licence: that is for the owner to choose. It is meant for the public: of
+Rewriting replaces it. It names the licence of the model that was trained, none of its own: that is for the
+owner to choose. It is meant for the public: of
 the configuration it shows what :mod:`spotlight.report.published_settings` allows.
 """
 
@@ -17,6 +18,7 @@ from contextlib import closing
 from pathlib import Path
 
 from spotlight.config.schema import RunConfig
+from spotlight.licences import licence_line
 from spotlight.registry import FAMILIES
 from spotlight.report.final_screen import in_noise, prices, survived
 from spotlight.report.loading import loading_snippet, whole_base_note
@@ -81,6 +83,7 @@ def card_text(run: RunRecord, pictures: list[str], charts: list[str]) -> str:
         sections += ["## Use", f"```python\n{without_places(snippet)}\n```\n\n{hint}"]
     if charts:
         sections += ["## Curves", *(f"![{_alt(name)}]({name})" for name in charts)]
+    sections += ["## Licence of the model it was trained from", _licence(run.config)]
     sections += ["## What it cost and survived", _cost(run)]
     sections += [
         "## Configuration",
@@ -88,6 +91,15 @@ def card_text(run: RunRecord, pictures: list[str], charts: list[str]) -> str:
         f"```yaml\n{published_settings(run.config).rstrip()}\n```\n\n</details>",
     ]
     return "\n\n".join(sections) + "\n"
+
+
+def _licence(config: RunConfig) -> str:
+    """Of a folder of one's own, without its place."""
+    base = config.model.path if config.model.path in TESTBEDS else hub_model(config)
+    if base is None:
+        return "Not known here: the model came from a folder. Ask whoever published it."
+    said, where = licence_line(base)
+    return f"{said} ({where})."
 
 
 def _where_it_loads(config: RunConfig) -> str:

@@ -6,7 +6,6 @@ machine as always; the package brings that here and away.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -17,6 +16,7 @@ from typing import NamedTuple, Protocol
 from spotlight.registry import RUN_STORES
 from spotlight.store.run_directory import RunPaths
 from spotlight_rewards.base.file_errors import StoreError
+from spotlight_rewards.base.files import default_cache
 
 _ADDRESS = re.compile(r"([a-z][a-z0-9]+):/+(.+)")
 
@@ -117,8 +117,3 @@ def local_folder(place: Path, wanted: Wanted = Wanted.LIGHT) -> Path:
     if not copies:
         raise StoreError(f"{found.address}: no runs are there. Start one: spotlight train runs_dir=ADDRESS.")
     return copies[0].parent
-
-
-def default_cache() -> Path:
-    """Where data is kept that may be made again; ``cache_dir`` is another place of a run's own."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spotlight"

@@ -25,6 +25,7 @@ from spotlight.dry_run.memory_plan import (
 from spotlight.dry_run.model_plan import ModelSizes, NotHere
 from spotlight.dry_run.reward_plan import RewardPlace
 from spotlight.dry_run.run_plan import Passes, RunPlan
+from spotlight.licences import licence_line
 from spotlight.models.media import MediaSize
 from spotlight.report.wording import count, duration, money, size
 from spotlight.store.run_store import StoredRuns
@@ -36,7 +37,8 @@ def print_plan(
     """Print counts, parameters, memory, disk, and what it costs to keep the run elsewhere."""
     _print(console, "Work", _work(config, plan, kept))
     _print(console, "DiT passes of an iteration (one sample each)", _passes(plan))
-    _print(console, "Parameters", _parameters(plan))
+    licence = ("licence of the weights", *licence_line(config.model.path))
+    _print(console, "Parameters", [*_parameters(plan), licence])
     if plan.memory:
         peak = size(peak_bytes(plan.memory))
         where = "a GPU of the learner" if config.pipeline.trainers_generate else "the device"

@@ -43,11 +43,10 @@ def smoke_overrides(config: RunConfig) -> list[str]:
     import shutil
 
     from spotlight.registry import FAMILIES
-    from spotlight.runtime.assembly.components import cache_dir
     from spotlight_rewards.base.file_errors import storage_errors
 
     family = FAMILIES.load(config.model.family)
-    folder = cache_dir(config) / "smoke" / config.model.family
+    folder = config.cache / "smoke" / config.model.family
     with storage_errors("cannot write a small pipeline", folder):
         shutil.rmtree(folder, ignore_errors=True)
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -161,5 +161,10 @@ class DataConfig(Section):
     """Column or key that holds the texts, in ``train`` and ``test``; with another, one named ``prompt`` is
     left out, and the others are metadata. Not for .txt files, folders of pictures and the built-in prompts.
     """
+    reference_column: Annotated[str, Field(min_length=1)] | None = None
+    """Column or key of the pictures that prompts are about, in ``train`` and ``test``: paths (Flow-Factory's
+    ``image`` and ``images``), UniRL's ``media``, or pictures in a data set, which are kept in ``cache_dir``
+    by their digest. None: only ``references``, a list of paths.
+    """
     tags: tuple[str, ...] = ()
     """Keep only prompts with one of these metadata tags; empty: all."""

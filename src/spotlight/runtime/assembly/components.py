@@ -40,7 +40,6 @@ from spotlight.runtime.assembly.controller_plan import plan_of as plan_of
 from spotlight.runtime.assembly.preview_settings import preview_recipe
 from spotlight.scheduler.seeds import derive_seed
 from spotlight.scheduler.types import Purpose
-from spotlight.store.run_store import default_cache
 from spotlight.testbed import lora_path, pipeline_directory
 from spotlight.training.settings import adapter_type, autocast_type
 from spotlight_files.lora_file import read_lora
@@ -93,7 +92,7 @@ def load_family(
         device=device,
         dtype=torch_dtype(model.dtype),
         revision=model.revision,
-        embeddings_cache=cache_dir(config) / "embeddings",
+        embeddings_cache=config.cache / "embeddings",
         max_text_tokens=model.max_text_tokens,
         text_device=torch.device("cpu") if model.text_encoder == "cpu" else None,
         read_transformer=read_transformer,
@@ -106,13 +105,6 @@ def load_family(
 def torch_dtype(name: Literal["float32", "bfloat16"]) -> torch.dtype:
     """Of a configured type."""
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
-
-
-def cache_dir(config: RunConfig) -> Path:
-    """Directory for data shared by all runs."""
-    if config.cache_dir is not None:
-        return config.cache_dir
-    return default_cache()
 
 
 def make_sampler(config: RunConfig) -> Sampler:

@@ -34,6 +34,11 @@ def read_regular(path: Path, bytes_max: int) -> bytes:
     return content
 
 
+def default_cache() -> Path:
+    """Where data is kept that may be made again; a run's ``cache_dir`` is another place of its own."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spotlight"
+
+
 def fsync_path(path: Path) -> None:
     """Force a file's contents, or a directory's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)

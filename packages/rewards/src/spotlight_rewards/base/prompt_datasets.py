@@ -12,12 +12,14 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from spotlight_rewards.base.kept_pictures import with_kept
 from spotlight_rewards.base.prompt_tables import OTHER_COLUMN
 
 HUB = "hf:"
 """What names of datasets on the hub begin with."""
 PARQUET = ".parquet"
 _INSTALL = "pip install 'spotlight-rl[datasets]'"
+_ROWS_AT_ONCE = 64
 _SAVED = ("dataset_info.json", "state.json", "dataset_dict.json")
 
 
@@ -34,25 +36,70 @@ def _is_saved(folder: Path) -> bool:
     return any((folder / name).is_file() for name in _SAVED)
 
 
-def dataset_objects(path: Path, split: str, column: str) -> Iterator[str]:
+def dataset_objects(
+    path: Path, split: str, column: str, references: str | None = None, pictures: Path | None = None
+) -> Iterator[str]:
     """An object for each row; cells without a value are left out.
 
     Args:
         split: which, where the path names none and there are several.
+        references: column of the pictures that prompts are about, which are kept in ``pictures``.
 
     Raises:
         OSError: it cannot be read, or had from the hub.
-        ValueError: not installed, no such column, no such split, or cells that are neither text nor
-            numbers nor lists of them.
+        ValueError: not installed, no such column, no such split, a picture that cannot be kept, or cells that
+            are neither text nor numbers nor lists of them.
     """
     try:
-        rows = _rows(path, split)
+        yield from _objects(path, split, column, references, pictures)
     except ImportError as error:
         raise ValueError(f"{error.name} is missing: {_INSTALL}") from error
-    for number, row in enumerate(rows):
+
+
+def _objects(
+    path: Path, split: str, column: str, references: str | None, pictures: Path | None
+) -> Iterator[str]:
+    for number, row in enumerate(_rows(path, split)):
         if number == 0 and column not in row:
             raise ValueError(f"its columns are {', '.join(row)}; expected one named {column}. {OTHER_COLUMN}")
+        if str(path).startswith(HUB):
+            _refuse_files(row, references)
+        if references is not None and pictures is not None and row.get(references) is not None:
+            row = {**row, references: _kept(path, number, references, row[references], pictures)}
         yield "{" + ", ".join(_cells(row)) + "}"
+
+
+def _kept(path: Path, number: int, column: str, value: Any, pictures: Path) -> Any:
+    place = Path(_parted(str(path))[0])
+    if path.suffix.lower() == PARQUET:
+        within = [path.parent]
+    else:
+        within = [*([place] if place.is_dir() else []), *_caches()]
+    try:
+        return with_kept(value, pictures, within)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"the column {column!r} of row {number + 1} has {error}") from error
+
+
+def _caches() -> Iterator[Path]:
+    """Where the libraries put the files of data sets of the hub."""
+    import datasets
+    from huggingface_hub import constants
+
+    yield Path(datasets.config.HF_DATASETS_CACHE)
+    yield Path(constants.HF_HUB_CACHE)
+
+
+def _refuse_files(row: Mapping[str, Any], references: str | None) -> None:
+    """Whoever wrote a data set of the hub may not choose files of this machine."""
+    for name in (references, "references", "pictures"):
+        value = row.get(name) if name is not None else None
+        entries = value if isinstance(value, list) else [value]
+        for path in (each for each in entries if isinstance(each, str)):
+            raise ValueError(
+                f"its column {name!r} names the file {path[:60]!r}; expected the pictures themselves (a "
+                "feature Image): download the data set, and give the folder"
+            )
 
 
 def _cells(row: Mapping[str, Any]) -> Iterator[str]:
@@ -64,8 +111,8 @@ def _cells(row: Mapping[str, Any]) -> Iterator[str]:
         except TypeError:
             raise ValueError(
                 f"its column {name!r} holds {type(value).__name__}; expected texts, numbers or lists: "
-                "leave it out (remove_columns of `datasets`), and name pictures that a prompt is about in "
-                "'references'"
+                f"leave it out (remove_columns of `datasets`), or set data.reference_column={name} if it "
+                "holds pictures that prompts are about"
             ) from None
 
 
@@ -77,13 +124,7 @@ def _plain(value: object) -> str:
 
 def _rows(path: Path, split: str) -> Iterable[Mapping[str, Any]]:
     if path.suffix.lower() == PARQUET:
-        from pyarrow import ArrowException, parquet
-
-        try:
-            table = parquet.ParquetFile(path)
-            return [row for batch in table.iter_batches() for row in batch.to_pylist()]
-        except ArrowException as error:
-            raise ValueError(f"it is no Parquet file: {error}") from error
+        return _parquet_rows(path)
     import datasets
 
     place, named = _parted(str(path))
@@ -102,6 +143,17 @@ def _rows(path: Path, split: str) -> Iterable[Mapping[str, Any]]:
         expected = " or ".join(f"{place}:{each}" for each in found)
         raise ValueError(f"it has no split {wanted!r}: say {expected}")
     return _undecoded(found[wanted])
+
+
+def _parquet_rows(path: Path) -> Iterator[Mapping[str, Any]]:
+    """Not all at once: they may hold pictures."""
+    from pyarrow import ArrowException, parquet
+
+    try:
+        for batch in parquet.ParquetFile(path).iter_batches(_ROWS_AT_ONCE):
+            yield from batch.to_pylist()
+    except ArrowException as error:
+        raise ValueError(f"it is no Parquet file: {error}") from error
 
 
 def _undecoded(found: Any) -> Iterable[Mapping[str, Any]]:

@@ -17,6 +17,7 @@ from pathlib import Path, PurePath
 from typing import Literal, NoReturn, TypeAlias
 
 from spotlight_rewards.base.errors import UserError
+from spotlight_rewards.base.kept_pictures import kept_path, paths_of
 from spotlight_rewards.base.prompt_datasets import dataset_objects, is_dataset
 from spotlight_rewards.base.prompt_tables import DELIMITERS, objects
 from spotlight_rewards.base.prompts import Prompt, PromptId
@@ -72,19 +73,26 @@ def prompt_id(text: str, metadata: Mapping[str, object]) -> PromptId:
     return PromptId(hashlib.blake2b(content.encode(), digest_size=_ID_BYTES).hexdigest())
 
 
-def read_text(path: Path, split: str = "train", column: str = PROMPT) -> str:
+def read_text(
+    path: Path,
+    split: str = "train",
+    column: str = PROMPT,
+    references: str | None = None,
+    pictures: Path | None = None,
+) -> str:
     """A prompts file's content; of a table or a dataset, an object for each row.
 
     Args:
         split: of a dataset that has several, and whose path names none.
         column: of tables and datasets, the one that must be there.
+        references: of datasets, the column of pictures that prompts are about; kept in ``pictures``.
 
     Raises:
         OSError: it cannot be read.
         ValueError: it is no text in UTF-8, or no table; says what it is and what to do.
     """
     if is_dataset(path):
-        return "\n".join(dataset_objects(path, split, column))
+        return "\n".join(dataset_objects(path, split, column, references, pictures))
     content = path.read_bytes()
     for kind, (at, magic) in _BINARY.items():
         if content.startswith(magic, at):
@@ -102,7 +110,11 @@ def read_text(path: Path, split: str = "train", column: str = PROMPT) -> str:
 
 
 def parse_prompts(
-    text: str, source: str, format: PromptFormat = "auto", column: str = PROMPT
+    text: str,
+    source: str,
+    format: PromptFormat = "auto",
+    column: str = PROMPT,
+    references: str | None = None,
 ) -> list[Prompt]:
     """Parse prompts, in file order.
 
@@ -114,6 +126,7 @@ def parse_prompts(
             that the prompt is about, and ``pictures``, those of pictures of it, are metadata), or ``auto``:
             by extension, else jsonl if the text begins with ``{``.
         column: key of the text in objects; another of the name ``prompt`` is then left out.
+        references: key of objects that becomes ``references``: a path, a list of them, or UniRL's ``media``.
 
     Raises:
         PromptFileError: no prompts, a table or a JSON document, malformed lines (up to ten are listed), or a
@@ -135,7 +148,8 @@ def parse_prompts(
     prompts: list[tuple[int, Prompt]] = []
     for line in lines:
         try:
-            prompts.append((line.number, parse_record(line.text, column) if jsonl else _from_text(line.text)))
+            prompt = parse_record(line.text, column, references) if jsonl else _from_text(line.text)
+            prompts.append((line.number, prompt))
         except BadLineError as error:
             problems.append(f"{source}:{line.number}: {error}")
     if problems:
@@ -144,11 +158,13 @@ def parse_prompts(
     return [prompt for _, prompt in prompts]
 
 
-def with_found_pictures(prompts: Sequence[Prompt], source: str) -> list[Prompt]:
+def with_found_pictures(prompts: Sequence[Prompt], source: str, kept: Path | None = None) -> list[Prompt]:
     """The prompts, the paths of their ``references`` and ``pictures`` made absolute.
 
     Args:
-        source: path of the prompts file, which relative paths start from.
+        source: path of the prompts file, which relative paths start from; what is not there may be in the
+            folder ``images`` beside it, as in data sets of Flow-Factory.
+        kept: where pictures named ``sha256:DIGEST`` lie.
 
     Raises:
         PromptFileError: a picture that does not exist.
@@ -160,7 +176,7 @@ def with_found_pictures(prompts: Sequence[Prompt], source: str) -> list[Prompt]:
         places: dict[str, list[str]] = {}
         try:
             for key in PICTURE_KEYS:
-                paths = [folder.joinpath(Path(path).expanduser()).resolve() for path in prompt.paths(key)]
+                paths = [_found(folder, path, kept) for path in prompt.paths(key)]
                 problems += [
                     f"{_short(prompt.text)!r}: no file {path}" for path in paths if not path.is_file()
                 ]
@@ -172,6 +188,14 @@ def with_found_pictures(prompts: Sequence[Prompt], source: str) -> list[Prompt]:
     if problems:
         _refuse(source, "pictures that are not there", problems, f"Paths start from {folder}.")
     return found
+
+
+def _found(folder: Path, name: str, kept: Path | None) -> Path:
+    if kept is not None and (path := kept_path(name, kept)) is not None:
+        return path
+    path = folder.joinpath(Path(name).expanduser()).resolve()
+    beside = (folder / "images" / name).resolve()
+    return path if path.is_file() or not beside.is_file() else beside
 
 
 def with_tags(prompts: Sequence[Prompt], source: str, tags: Collection[str]) -> list[Prompt]:
@@ -226,8 +250,8 @@ def _from_text(line: str) -> Prompt:
     return _prompt(line, {})
 
 
-def parse_record(line: str, column: str = PROMPT) -> Prompt:
-    """Of a JSON object. Raises BadLineError."""
+def parse_record(line: str, column: str = PROMPT, references: str | None = None) -> Prompt:
+    """Of a JSON object; arguments as of :func:`parse_prompts`. Raises BadLineError."""
     try:
         record: object = json.loads(line, parse_constant=_no_such_number, parse_float=_finite,
                                     object_pairs_hook=_each_once)  # fmt: skip
@@ -245,11 +269,25 @@ def parse_record(line: str, column: str = PROMPT) -> Prompt:
     if not isinstance(text, str) or not text.strip():
         found = "is missing" if text is None else f"is {_short(json.dumps(text))}"
         raise BadLineError(f"{column!r} {found}; expected a text, as in {_RECORD.replace(PROMPT, column)}")
+    if references is not None:
+        _move_references(record, references)
     _require_utf8(record)
     _require_geneval(record)
     for key in PICTURE_KEYS:
         _require_paths(key, record)
     return _prompt(text.strip(), record)
+
+
+def _move_references(record: dict[str, object], key: str) -> None:
+    if key not in record:
+        raise BadLineError(f"{key!r} is missing, which data.reference_column names; expected a path")
+    value = record.pop(key)
+    if "references" in record:
+        raise BadLineError(f"both {key!r} and 'references' are there; expected one of them")
+    try:
+        record["references"] = paths_of(value)
+    except ValueError as error:
+        raise BadLineError(f"{key!r} {error}") from None
 
 
 def _prompt(text: str, metadata: Mapping[str, object]) -> Prompt:

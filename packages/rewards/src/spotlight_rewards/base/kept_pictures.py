@@ -1,0 +1,131 @@
+"""Pictures that prompts are about, as tables, data sets and programs hold them; kept as files by digest.
+
+A prompt names a kept picture ``sha256:DIGEST``, so its id depends on the picture and not on where it lies. A
+name that others chose is never part of a path that is written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from spotlight_rewards.base.files import TEMPORARY_PREFIX, discard, read_regular
+
+PICTURES_FOLDER = "pictures"
+"""Of a run's ``cache_dir``."""
+PICTURE_BYTES_MAX = 1 << 26
+"""Of one picture's file."""
+_NAME = re.compile(r"sha256:([0-9a-f]{64})")
+_CONDITION = ("image", "condition")
+"""``modality`` and ``role`` of what a prompt is about, in UniRL's ``media``."""
+
+
+def kept_path(name: str, folder: Path) -> Path | None:
+    """Where the picture of a ``sha256:`` name lies; None: it is no such name."""
+    found = _NAME.fullmatch(name)
+    return folder / found[1] if found else None
+
+
+def keep(content: bytes, folder: Path) -> str:
+    """Keep a picture's file in ``folder``; returns its name.
+
+    Raises:
+        ValueError: no picture, too large, or one of too many pixels; nothing is decoded.
+        OSError: it cannot be written.
+    """
+    from PIL import UnidentifiedImageError
+
+    from spotlight_rewards.base.media_files import open_picture
+
+    if len(content) > PICTURE_BYTES_MAX:
+        raise ValueError(f"a picture of {len(content):,} bytes; expected at most {PICTURE_BYTES_MAX:,}")
+    try:
+        open_picture(io.BytesIO(content)).close()
+    except UnidentifiedImageError as error:
+        raise ValueError(f"{len(content):,} bytes of no known format; expected a picture's file") from error
+    except OSError as error:
+        raise ValueError(f"no picture that can be used: {error}") from error
+    digest = hashlib.sha256(content).hexdigest()
+    path = folder / digest
+    if not path.is_file() or path.read_bytes() != content:
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = folder / f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"  # other processes may write the same
+        try:
+            temporary.write_bytes(content)
+            temporary.replace(path)
+        finally:
+            discard(temporary)
+    return f"sha256:{digest}"
+
+
+def with_kept(value: Any, folder: Path, within: Sequence[Path] = ()) -> Any:
+    """A cell, its pictures in place of which their names stand; other values stay.
+
+    Args:
+        value: a picture of Pillow, a file's bytes, an undecoded ``Image`` of a data set (``bytes``, else
+            ``path``), or a list of them.
+        within: folders that such a ``path`` may lie in; relative ones start from the first.
+
+    Raises:
+        ValueError: see :func:`keep`; or a path that leads elsewhere.
+        OSError: a file cannot be read, or the picture cannot be written.
+    """
+    if isinstance(value, bytes):
+        return keep(value, folder)
+    if isinstance(value, list | tuple):
+        return [with_kept(each, folder, within) for each in value]
+    if isinstance(value, Mapping) and value.keys() == {"bytes", "path"}:
+        if value["bytes"] is not None:
+            return keep(bytes(value["bytes"]), folder)
+        return keep(read_regular(_inside(str(value["path"]), within), PICTURE_BYTES_MAX), folder)
+    if hasattr(value, "save") and hasattr(value, "getbands"):
+        buffer = io.BytesIO()
+        value.save(buffer, "PNG")
+        return keep(buffer.getvalue(), folder)
+    return value
+
+
+def _inside(path: str, within: Sequence[Path]) -> Path:
+    roots = [root.resolve() for root in within]
+    found = (roots[0] / path).resolve() if roots else Path(path)
+    if not any(found.is_relative_to(root) for root in roots):
+        raise ValueError(
+            f"the file {path!r}, which is outside the data set; expected a file of its own, or the picture's "
+            "bytes"
+        )
+    return found
+
+
+def paths_of(value: object) -> list[str]:
+    """The pictures' names in a cell: a path, paths, or UniRL's ``media``, whose conditions are taken.
+
+    Raises:
+        ValueError: anything else; says what it is.
+    """
+    entries = value if isinstance(value, list) else [value]
+    found = [_path_of(each) for each in entries]
+    if not found or not all(found):
+        raise ValueError(f"is {str(value)[:60]!r}; expected a path of a picture, or a list of them")
+    return found
+
+
+def _path_of(entry: object) -> str:
+    if isinstance(entry, str):
+        path = entry
+    elif isinstance(entry, Mapping) and isinstance(entry.get("uri"), str):
+        kind = entry.get("modality"), entry.get("role")
+        if kind != _CONDITION:
+            raise ValueError(f"has an entry of modality and role {kind}; expected {_CONDITION}: leave it out")
+        path = str(entry["uri"])
+    else:
+        raise ValueError(
+            f"holds {type(entry).__name__}; expected a path, or an object with 'modality', 'role' and 'uri'"
+        )
+    if "://" in path:
+        raise ValueError(f"has {path[:60]!r}; expected a file: download it")
+    return path

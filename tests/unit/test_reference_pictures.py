@@ -1,0 +1,212 @@
+"""Pictures that prompts are about, in files and data sets of others: found, kept by digest, or refused."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from test_hostile_files import png, soon
+
+from spotlight.api.arguments import prompt_files
+from spotlight.config.load import load_config
+from spotlight.data.datasets import Prompts, load_prompts
+from spotlight_rewards.base.errors import ConfigError
+from spotlight_rewards.base.kept_pictures import PICTURE_BYTES_MAX, keep, kept_path, paths_of, with_kept
+from spotlight_rewards.base.prompt_files import PromptFileError
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+MEDIA = {"modality": "image", "role": "condition", "uri": "cat.png"}
+
+
+def picture(color: str = "red") -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8), color).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def read(path: Path, cache: Path, column: str | None, test: object = "testbed") -> Prompts:
+    keys = [f"data.train={path}", f"data.test={test}", f"cache_dir={cache}"]
+    keys += [] if column is None else [f"data.reference_column={column}"]
+    return load_prompts(load_config(Path(os.devnull), keys))
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "folder"),
+    [
+        ("image", "cat.png", "."),
+        ("image", "cat.png", "images"),  # where Flow-Factory has them
+        ("images", ["cat.png"], "."),
+        ("media", [MEDIA], "."),
+        ("references", ["cat.png"], "."),
+    ],
+)
+def test_columns_of_other_trainers_are_references(
+    tmp_path: Path, column: str, value: object, folder: str
+) -> None:
+    (tmp_path / folder).mkdir(exist_ok=True)
+    (tmp_path / folder / "cat.png").write_bytes(picture())
+    rows = [{"prompt": "make it blue", column: value, "tag": "colour"}]
+    (prompt,) = read(write(tmp_path / "train.jsonl", rows), tmp_path / "cache", column).train
+    assert prompt.references == (str(tmp_path / folder / "cat.png"),)
+    assert prompt.metadata.keys() == {"references", "tag"}
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_table_of_paths_is_read_too(tmp_path: Path) -> None:
+    (tmp_path / "cat.png").write_bytes(picture())
+    table = tmp_path / "train.csv"
+    table.write_text('prompt,image\na,cat.png\nb,"[""cat.png"", ""cat.png""]"\n')
+    found = read(table, tmp_path, "image").train
+    assert [len(each.references) for each in found] == [1, 2]
+
+
+@pytest.mark.parametrize("column", ["image", "images", "media"])
+def test_without_the_key_the_error_names_it(tmp_path: Path, column: str) -> None:
+    train = write(tmp_path / "train.jsonl", [{"prompt": "a", column: "cat.png"}])
+    with pytest.raises(ConfigError, match=f"set data.reference_column={column} if it holds pictures"):
+        read(train, tmp_path, None)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({}, "'image' is missing, which data.reference_column names"),
+        ({"image": "a.png", "references": ["b.png"]}, "both 'image' and 'references'"),
+        ({"image": 3}, "'image' holds int; expected a path"),
+        ({"image": []}, "'image' is '[]'; expected a path"),
+        ({"image": [""]}, "expected a path of a picture"),
+        ({"image": "https://example.org/a.png"}, "expected a file: download it"),
+        ({"image": [MEDIA | {"role": "target"}]}, "modality and role ('image', 'target')"),
+        ({"image": [MEDIA | {"modality": "video"}]}, "('video', 'condition')"),
+        ({"image": [MEDIA]}, "no file"),
+        ({"image": "sha256:" + "0" * 64}, "no file"),
+        ({"image": "sha256:../../../etc/passwd"}, "no file"),
+    ],
+)
+def test_what_is_no_picture_is_named(tmp_path: Path, row: dict[str, Any], said: str) -> None:
+    train = write(tmp_path / "train.jsonl", [{"prompt": "a", **row}])
+    with pytest.raises(PromptFileError) as error:
+        read(train, tmp_path, "image")
+    assert said in str(error.value)
+
+
+def parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet as files
+
+    files.write_table(pyarrow.Table.from_pylist(rows), path)
+    return path
+
+
+CELLS: dict[str, Callable[[bytes], object]] = {
+    "as the hub's files have them": lambda content: {"bytes": content, "path": "../../evil.png"},
+    "bytes": lambda content: content,
+    "several": lambda content: [{"bytes": content, "path": None}],
+}
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_pictures_in_a_data_set_are_kept_once_by_their_digest(tmp_path: Path, cell: str) -> None:
+    content, cache = picture(), tmp_path / "cache"
+    rows = [{"prompt": text, "image": CELLS[cell](content)} for text in ("a", "b")]
+    train = parquet(tmp_path / "train.parquet", rows)
+    found = read(train, cache, "image").train
+    (kept,) = (cache / "pictures").iterdir()
+    assert kept.name == hashlib.sha256(content).hexdigest()
+    assert kept.read_bytes() == content
+    assert [each.references for each in found] == [(str(kept),)] * 2
+    again = read(train, tmp_path / "elsewhere", "image").train
+    assert [each.id for each in again] == [each.id for each in found]  # wherever the cache lies
+    other = parquet(tmp_path / "other.parquet", [{"prompt": "a", "image": CELLS[cell](picture("blue"))}])
+    assert read(other, cache, "image").train[0].id != found[0].id
+    kept.write_bytes(b"damaged")
+    read(train, cache, "image")
+    assert kept.read_bytes() == content
+
+
+def test_a_picture_may_be_a_file_of_the_data_set_and_no_other(tmp_path: Path) -> None:
+    own = tmp_path / "data"
+    own.mkdir()
+    (own / "cat.png").write_bytes(picture())
+    (tmp_path / "private.png").write_bytes(picture("blue"))
+    (own / "link.png").symlink_to(tmp_path / "private.png")
+    rows = [{"prompt": "a", "image": {"bytes": None, "path": "cat.png"}}]
+    (prompt,) = read(parquet(own / "train.parquet", rows), tmp_path / "cache", "image").train
+    assert Path(prompt.references[0]).read_bytes() == picture()
+    for path in ("../private.png", str(tmp_path / "private.png"), "link.png"):
+        rows = [{"prompt": "a", "image": {"bytes": None, "path": path}}]
+        with pytest.raises(ConfigError, match="outside the data set"):
+            read(parquet(own / "train.parquet", rows), tmp_path / "cache", "image")
+
+
+@pytest.mark.slow
+def test_a_data_set_of_hugging_face_holds_its_pictures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    rows = {"prompt": ["a", "b"], "image": [Image.new("RGB", (8, 8), each) for each in ("red", "blue")]}
+    both = datasets.Dataset.from_dict(rows).cast_column("image", datasets.Image())
+    both.save_to_disk(tmp_path / "saved")
+    found = read(tmp_path / "saved", tmp_path / "cache", "image").train
+    assert [Image.open(each.references[0]).getpixel((0, 0)) for each in found] == [(255, 0, 0), (0, 0, 255)]
+    given = prompt_files(both, ["x"], tmp_path / "cache")
+    again = read(Path(given["data.train"]), tmp_path / "cache", "image").train
+    assert [each.references for each in again] == [each.references for each in found]
+
+
+def test_a_data_set_of_the_hub_names_no_file_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from spotlight_rewards.base import prompt_datasets
+
+    (tmp_path / "private.png").write_bytes(picture())
+    for column in ("references", "pictures", "image"):
+        value: object = [str(tmp_path / "private.png")]
+        monkeypatch.setattr(
+            prompt_datasets, "_rows", lambda *_, name=column, found=value: [{"prompt": "a", name: found}]
+        )
+        with pytest.raises(ConfigError, match=f"its column '{column}' names the file"):
+            read(Path("hf:someone/prompts"), tmp_path, "image" if column == "image" else None)
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (png(30_000, 30_000), "expected at most|decompression bomb"),
+        (png(4_000, 4_000, 100), "10[01] frame"),
+        (b"no picture", "10 bytes of no known format"),
+        (b"", "0 bytes of no known format"),
+        (bytes(PICTURE_BYTES_MAX + 1), "expected at most 67,108,864"),
+    ],
+)
+def test_hostile_pictures_are_refused_before_they_are_decoded(
+    tmp_path: Path, content: bytes, said: str
+) -> None:
+    with soon(), pytest.raises(ValueError, match=said):
+        keep(content, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_pictures_of_a_program_are_kept_as_files(tmp_path: Path) -> None:
+    rows = [{"prompt": text, "references": [Image.new("RGB", (8, 8), "red")]} for text in ("a", "b")]
+    given = prompt_files(rows, rows[:1], tmp_path)
+    found = read(Path(given["data.train"]), tmp_path, None, given["data.test"])
+    (kept,) = (tmp_path / "pictures").iterdir()
+    assert {each.references for each in (*found.train, *found.test)} == {(str(kept),)}
+    assert with_kept({"a": 1}, tmp_path) == {"a": 1}
+    assert kept_path("sha256:" + "A" * 64, tmp_path) is None
+    assert paths_of([MEDIA, "b.png"]) == ["cat.png", "b.png"]
