@@ -351,6 +351,7 @@ CASES: Mapping[str, FamilyCase] = {
             max_text_tokens=64,
             call=call_flux2,
             load=load_flux2_dev,
+            first=(1,),  # variant 0 is trained as FLUX.2-klein is, in the slow tier
             wide={"num_layers": 1, "num_single_layers": 6, "axes_dims_rope": (16, 16, 16, 16), **_WIDE},
         ),
     )

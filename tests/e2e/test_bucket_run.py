@@ -206,9 +206,9 @@ def test_python_reads_goes_on_with_and_forks_a_run_in_a_bucket(
     assert train("machine", "demo", overrides=("iterations=2", *kept)).finished
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "reader"))
     run = spotlight.open(f"{ADDRESS}/demo")
-    assert [row["iteration"] for row in run.metrics] == [0, 1]
-    assert [row["iteration"] for row in run.evaluations][-1] == 2
-    assert any(row["reward"] is not None for row in run.samples)
+    assert list(run.metrics["iteration"]) == [0, 1]
+    assert list(run.evaluations["iteration"])[-1] == 2
+    assert any(run.samples["reward"].notna())
     assert "demo: 2 iterations, finished" in run._repr_html_()
     assert not (run.directory / "images").exists()  # brought when asked for
     assert run.pictures(2).is_file()
@@ -230,7 +230,7 @@ def test_python_reads_goes_on_with_and_forks_a_run_in_a_bucket(
 
     longer = run.train(iterations=3, plain=True)
     assert longer.finished
-    assert run.metrics[-1]["iteration"] == 2  # renewed, and in the bucket
+    assert list(run.metrics["iteration"])[-1] == 2  # renewed, and in the bucket
     fork = longer.fork("slower", iteration=1, learner={"learning_rate": 1e-5})
     assert fork.address == f"{ADDRESS}/slower"
     assert fork.record.config.learner.learning_rate == 1e-5

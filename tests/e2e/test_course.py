@@ -176,6 +176,18 @@ def test_a_fork_goes_on_from_any_checkpoint_with_the_state_of_its_parent(job: Jo
         configuration_of([str(begun), "learner.learnin=1"])
 
 
+def test_a_fork_from_before_a_change_of_its_parents_course_tells_that_it_has_it_earlier(begun: Path) -> None:
+    parent = copied(begun, "changed")
+    go_on(str(parent), "iterations=3", "learner.learning_rate=0.01")
+    early = fork(parent, load_run(parent, ["name=early"], forks=True), 1)
+    twice = fork(early, load_run(early, ["name=twice"], forks=True), 1)
+    changed = "from iteration 1 on: iterations 2 to 3; learner.learning_rate 0.03 to 0.01; forked from"
+    assert [audit_run(each).course for each in (early, twice)] == [
+        (f"{changed} begun",),
+        (f"{changed} early",),
+    ]
+
+
 def test_a_named_run_is_that_run(job: Job, begun: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"name: found 'other'; expected 'begun', .*--fork {begun} --name"):
         configuration_of([str(begun), "name=other"])

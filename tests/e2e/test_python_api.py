@@ -65,11 +65,13 @@ def test_a_run_from_python_is_that_of_the_command(
     terminal.flush()
     assert b" ? " in terminal.buffer.getvalue()  # type: ignore[attr-defined]
     assert run.finished
-    assert [row["iteration"] for row in run.metrics] == [0, 1]
-    assert [row["iteration"] for row in run.evaluations] == [0, 2]
-    assert {"graded", "graded_stderr", "redness"} <= run.evaluations[0].keys()
-    assert sum(each["purpose"] == "train" for each in run.samples) == 12
-    assert all(each["prompt"] in PROMPTS and each["reward"] is not None for each in run.samples)
+    assert list(run.metrics["iteration"]) == [0, 1]
+    assert list(run.evaluations["iteration"]) == [0, 2]
+    assert {"graded", "graded_stderr", "redness"} <= set(run.evaluations)
+    samples = run.samples
+    assert sum(samples["purpose"] == "train") == 12
+    assert all(samples["prompt"].isin(PROMPTS))
+    assert all(samples["reward"].notna())
     assert run.pictures(2).is_file()
     best, worst, *_ = run.training_pictures(1)
     assert (best["place"], worst["place"]) == ("best", "worst")

@@ -139,6 +139,17 @@ def test_learner_nodes_alone_can_roll_out() -> None:
     load_config(None, [*alone, "pipeline.trainers_generate=true"])
 
 
+def test_gpus_that_would_wait_for_spot_nodes_are_told_what_to_do_meanwhile() -> None:
+    spot_alone = [*BASE, RAY, "fleet.address=10.0.0.5:6379", "fleet.local.rollout_slots=0"]
+    for given, said in (
+        ([], True),
+        (["pipeline.trainers_generate=true"], False),
+        (["fleet.local.rollout_slots=1"], False),
+    ):
+        notes = " ".join(load_config(None, [*spot_alone, *given]).every_note())
+        assert ("with pipeline.trainers_generate=true they roll out meanwhile" in notes) == said
+
+
 def test_the_plan_says_what_was_set() -> None:
     assert plan_of(load_config(None, BASE)).pipeline == NO_OVERLAP
     config = load_config(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import logging
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from spotlight.store.run_store import Wanted, stored_run, stored_runs
 from spotlight_rewards.base.file_errors import StoreError
 
 if TYPE_CHECKING:
+    from pandas import DataFrame
+
     from spotlight.report.record import RunRecord
     from spotlight.store.ledger.ledger_audit import AuditReport
 
@@ -56,9 +59,9 @@ class Run:
         return self.record.history.state == "finished"
 
     @property
-    def metrics(self) -> list[dict[str, float]]:
-        """A row per iteration: ``pandas.DataFrame(run.metrics)``."""
-        return [
+    def metrics(self) -> DataFrame:
+        """A row per iteration, a column per curve."""
+        return _frame(
             {
                 "iteration": row.iteration,
                 "samples_trained": row.samples_trained,
@@ -66,20 +69,20 @@ class Run:
                 **row.values,
             }
             for row in self.record.rows
-        ]
+        )
 
     @property
-    def evaluations(self) -> list[dict[str, float]]:
+    def evaluations(self) -> DataFrame:
         """A row per validation: the mean of each curve, and its standard error as ``CURVE_stderr``."""
-        return [
+        return _frame(
             {"iteration": row.iteration, "samples_trained": row.samples_trained, "wall_s": row.wall_s}
             | {name: mean.mean for name, mean in row.scores.items()}
             | {f"{name}_stderr": mean.stderr for name, mean in row.scores.items()}
             for row in self.record.validations
-        ]
+        )
 
     @property
-    def samples(self) -> list[dict[str, Any]]:
+    def samples(self) -> DataFrame:
         """A row per rollout of the ledger, with its reward where it has one."""
         from spotlight.store.ledger import ledger_queries as queries
         from spotlight_rewards.reward_config import REWARD
@@ -92,7 +95,7 @@ class Run:
                 (REWARD,),
             )
             names = [each[0] for each in found.description]
-            return [dict(zip(names, row, strict=True)) for row in found]
+            return _frame(dict(zip(names, row, strict=True)) for row in found)
 
     def pictures(self, iteration: int) -> Path:
         """The grid of held-out pictures after so many iterations. Raises StoreError if there is none."""
@@ -222,6 +225,12 @@ class Run:
             f"{record.config.name}: {record.history.iterations} iterations, {record.history.state}"
         )
         return f"<b>{name}</b><table><tr><th>iteration</th>{head}</tr>{rows}</table>"
+
+
+def _frame(rows: Iterable[Mapping[str, Any]]) -> DataFrame:
+    from pandas import DataFrame  # slow to import
+
+    return DataFrame(list(rows))
 
 
 def open(directory: str | Path) -> Run:

@@ -209,7 +209,11 @@ def fork_plan(
             f"{', '.join(map(str, store.iterations)) or 'none, since none is there'}. The newest "
             "checkpoint.keep are kept, and the best."
         )
-    changes = changes_of(stored_leaves(paths, terms), flatten(parse_yaml(dump_config(config))))
+    was, now = stored_leaves(paths, terms), flatten(parse_yaml(dump_config(config)))
+    with closing(open_readonly(paths.ledger)) as connection:  # what its course had not changed yet
+        later = reversed(read_course(connection, checkpoint.header.ledger_position))
+    was |= {change.key: change.was for change in later if change.key in now and change.key != "name"}
+    changes = changes_of(was, now)
     if refused := terms.refused(paths, changes):
         shown = ", ".join(f"{key}={changes[key][1]!r}" for key in refused)
         remedy = terms.remedy(paths, {key: changes[key][1] for key in refused})
