@@ -381,7 +381,10 @@ def confirm(
 
 
 def _cut(file: ScenarioFile, runs: StrategyRuns) -> ScenarioFile:
-    """With as much of the trace as ``plan.iterations`` can need: weeks of many nodes take long to prepare."""
+    """With as much of the trace as ``plan.iterations`` can need: weeks of many nodes take long to prepare.
+
+    A generated trace of another length is another trace; where it is as long as the closed form's, the same.
+    """
     longest_h = max(known_or_inf(one.hours_after(file.plan.iterations)) for one in runs.outcomes)
     until_h = min(file.run.until_h, max(HORIZON_H, ROOM * longest_h))
     return file.model_copy(update={"run": file.run.model_copy(update={"until_h": until_h})})
