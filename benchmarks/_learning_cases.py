@@ -15,8 +15,8 @@ from spotlight.config.sections.exploration import PreviewTime
 BASELINE = "baseline"
 _FORWARD, _POLICY = (1e-3, 2e-3, 4e-3), (1e-4, 3e-4, 1e-3)
 _COUNTED = "rewards=[{name: shape-counter}, {name: shapes, weight: 0}]"
-_FEW = ("model.lora=testbed-four-steps", "learner.lora={rank: 8, alpha: 16}", "rollout.steps=4",
-        "evaluation.steps=4", "algorithm.noise_levels=steps")  # fmt: skip
+_DISTILLED = ("model.lora=testbed-four-steps", "learner.lora={rank: 8, alpha: 16}", "rollout.steps=4",
+              "evaluation.steps=4")  # fmt: skip
 """The model distilled to four steps, which is trained and judged in four."""
 _WINDOW = 3
 """Stochastic steps of a rollout, somewhere in its first half; fewer where there are fewer."""
@@ -68,8 +68,8 @@ CASES: Mapping[str, Case] = MappingProxyType(
         "subset": Case(trained=0.5),
         "wide-subset": Case(generated=2, trained=0.5),
         "wide-quarter": Case(generated=2, trained=0.25),
-        "few-steps": Case(_FEW),
-        "few-steps+wide-subset": Case(_FEW, generated=2, trained=0.5),
+        "few-steps": Case(_DISTILLED),
+        "few-steps+wide-subset": Case(_DISTILLED, generated=2, trained=0.5),
         "random-half": Case(("algorithm.train_policy=random",), trained=0.5),
         "explored": Case(explores="critical_path"),
         "explored-idle": Case(explores="idle"),
@@ -87,10 +87,15 @@ CASES: Mapping[str, Case] = MappingProxyType(
         "ram": Case(("algorithm.name=ram",)),
         # By the gradient of a network, which the exact detector judges.
         "opsd": Case(("algorithm.name=opsd", _COUNTED)),
+        "few-steps+counted": Case((*_DISTILLED, _COUNTED)),
+        "few-steps+rvm+counted": Case(("algorithm.name=rvm", *_DISTILLED, _COUNTED)),
+        "few-steps+opsd": Case(
+            ("algorithm.name=opsd", "algorithm.query_steps=2", *_DISTILLED, _COUNTED), (3e-4, 1e-3, 3e-3)
+        ),
         "refl": Case(("algorithm.name=refl", _COUNTED)),
     }
 )
-"""By name; the first is what all are compared with."""
+"""By name; the first is what all are compared with, unless another is named."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
     python -m benchmarks.learning --json learning.json
     python -m benchmarks.learning --json learning.json --jobs 8 --seeds 10
-    python -m benchmarks.learning --json learning.json --task placing --case baseline --case subset
+    python -m benchmarks.learning --json learning.json --task placing --case subset
+    python -m benchmarks.learning --json counted.json --baseline few-steps+counted --case few-steps+opsd
 
 Trains the demo's model by every case (``_learning_cases``) on two tasks: the demo's, and a harder one on
 which random seeds learn slowly. First every case chooses the best of its three learning rates, on a run seed
@@ -281,7 +282,9 @@ def learning_run(
 def figures_of(
     record: Record, sizes: LearningSizes, task: str, rates: Mapping[str, float], seeds: int
 ) -> Tree:
-    """Curves of a task's cases, and what it takes each to reach the targets."""
+    """Curves of a task's cases, and what it takes each to reach the targets; ``rates``: by case, the first of
+    which all are compared with."""
+    baseline = next(iter(rates))
     trees = {
         case: {seed: record.tree["runs"][name_of(task, case, rate, seed)] for seed in range(seeds)}
         for case, rate in rates.items()
@@ -306,8 +309,8 @@ def figures_of(
             for kind in _SCORES
         },
         "gains": {
-            name: {"target": target_of(target, [*runs[kind][BASELINE].values()])} | {
-                case: gains(target, runs[kind][BASELINE], those, len(CASES) - 1)
+            name: {"target": target_of(target, [*runs[kind][baseline].values()])} | {
+                case: gains(target, runs[kind][baseline], those, len(CASES) - 1)
                 for case, those in runs[kind].items()
             }
             for name, kind, target in targets
@@ -356,6 +359,7 @@ def main(
     ),
     task: Annotated[list[str] | None, typer.Option(help=f"Only these of {', '.join(TASKS)}.")] = None,
     case: Annotated[list[str] | None, typer.Option(help=f"Only these of {', '.join(CASES)}.")] = None,
+    baseline: Annotated[str, typer.Option(help="The case that all are compared with.")] = BASELINE,
     seeds: Annotated[int, typer.Option(min=1, help="Run seeds 0, 1, ...")] = 5,
     tune: Annotated[bool, typer.Option(help="Choose the best of three learning rates first.")] = True,
     jobs: Annotated[int, typer.Option(min=1, help="Runs at once, of one thread each.")] = 1,
@@ -371,7 +375,8 @@ def main(
     """Compare ways to learn on the testbed."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the rewards' processes, too
     tasks, cases = _known(task, TASKS, "--task"), _known(case, CASES, "--case")
-    cases = [BASELINE, *(name for name in cases if name != BASELINE)]
+    (baseline,) = _known([baseline], CASES, "--baseline")
+    cases = [baseline, *(name for name in cases if name != baseline)]
     sizes = LearningSizes(
         iterations, prompts, group_size, rollout_steps, evaluate_every, evaluation_images, reserved, spot,
         tuple(overrides or ()),

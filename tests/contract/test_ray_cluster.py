@@ -71,6 +71,9 @@ class RecordingListener:
     def noticed(self, node: RayNode, remaining_s: float, detail: str) -> None:
         self._put("noticed", node.name, remaining_s)
 
+    def advised(self, node: RayNode) -> None:
+        self._put("advised", node.name, None)
+
     def notice_cancelled(self, node: RayNode, detail: str) -> None:
         self._put("cancelled", node.name, detail)
 

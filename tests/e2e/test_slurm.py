@@ -6,6 +6,7 @@ Needs SLURM of the distribution (``apt install slurmctld slurmd slurm-client mun
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -16,7 +17,9 @@ from main_job import Job, clean_audit
 from own_slurm import MISSING, Slurm, own_slurm
 from ray_job import ask
 from reward_functions import GATE
-from test_ray_run import LIMITS, SMALL
+from test_bucket_run import release
+from test_ray_run import LIMITS, SMALL, trained, validations
+from tests.bucket_server import BUCKET, BucketServer, bucket_server
 
 pytestmark = [
     pytest.mark.slow,
@@ -28,6 +31,7 @@ pytestmark = [
 JOINED = "SELECT 1 FROM incidents WHERE kind = 'node_joined' AND spot"
 NOTICED = "SELECT 1 FROM incidents WHERE kind = 'node_noticed'"
 WORKS = "SELECT 1 FROM leases"
+STEPS = "SELECT 1 FROM optimizer_steps"
 RUN = (*SMALL, "iterations=2", "pipeline.trainers_generate=false", "fleet.drain_margin_s=1000")
 
 
@@ -113,6 +117,48 @@ def test_a_requeued_run_goes_on_with_the_same_node(plain_slurm: Slurm, job: Job,
     assert len(ask(run, JOINED)) == 2
     assert "the run is over" in plain_slurm.log(spot)
     clean_audit(run, LIMITS)
+
+
+@pytest.fixture
+def server() -> Iterator[BucketServer]:
+    with bucket_server() as server:
+        yield server
+
+
+def test_a_requeued_head_whose_disk_is_gone_goes_on_from_its_bucket(
+    plain_slurm: Slurm, job: Job, server: BucketServer, tmp_path: Path
+) -> None:
+    gate, disk = tmp_path / "gate", tmp_path / "disk"
+    run = disk / "bucket" / "s3" / BUCKET / "runs" / "work" / "demo"
+    places = f"runs_dir={server.address}", f"cache_dir={disk}"
+    begun = (*RUN[:-2], "iterations=4", *RUN[-2:], "checkpoint.every=1")
+    script = ["--gpus-per-node=1", "launch/slurm-reserved.sbatch", "--plain"]
+    arguments = job.arguments("demo", *begun, *places, "fleet.head=any")
+    gate.touch()
+    reserved = plain_slurm.submit(*script, *arguments, **{GATE: str(gate)}, **server.environment)
+    spot = add_spot(plain_slurm, reserved)
+    plain_slurm.wait("a step", lambda: len(ask(run, STEPS)) > 0, reserved, spot)
+    gate.unlink()
+    plain_slurm.wait("a checkpoint in the bucket", lambda: holds_checkpoint(server), reserved, spot)
+    plain_slurm.run("scontrol", "requeue", reserved)
+    plain_slurm.wait_for_state(reserved, "PENDING", spot)
+    shutil.rmtree(disk)
+    release(server)
+    gate.touch()
+    plain_slurm.run("scontrol", "update", f"JobId={reserved}", "StartTime=now")
+    plain_slurm.wait_for_state(reserved, "COMPLETED", spot)
+    plain_slurm.wait_for_state(spot, "COMPLETED")
+    assert len(clean_audit(run, LIMITS).attempts) == 2
+    job.train("never-requeued", *begun)
+    straight = job.root / "never-requeued"
+    assert validations(run) == validations(straight)
+    assert trained(run) == trained(straight)
+
+
+def holds_checkpoint(server: BucketServer) -> bool:
+    """Whether a snapshot that is there names one."""
+    found = (server.content(name) for name in server.names() if "/snapshots/" in name)
+    return any(b"checkpoints/" in content for content in found)
 
 
 def test_a_run_begins_when_all_reserved_nodes_have_read_the_model(

@@ -318,6 +318,24 @@ def test_nodes_are_drained_before_they_end_the_newest_first_and_no_more_than_are
     assert ends_s(world) == {}
 
 
+def test_nodes_that_the_cloud_may_take_soon_end_first() -> None:
+    world = scaled(*map(spot, "abcd"))
+    assert world.tell(ev.NodeAdvised(NodeId("b"))) == []
+    assert want(world, 2) == [ef.NodesWanted(NodeKind.SPOT, 2, (NodeId("d"), NodeId("b")))]
+
+
+def test_the_learner_takes_nodes_that_the_cloud_will_not_take_soon_and_does_not_move_for_that() -> None:
+    world = moving(1)
+    world.join(spot("a"))
+    assert world.placed == {"a": 1}
+    world.join(spot("b"), spot("c"))
+    for name in "ac":
+        world.tell(ev.NodeAdvised(NodeId(name)))
+    assert world.placed == {"a": 1}
+    world.tell(ev.NodeNoticed(NodeId("a"), 60.0))
+    assert world.placed == {"b": 1}
+
+
 def test_a_node_that_does_not_empty_may_end_nevertheless() -> None:
     world = scaled(*map(spot, "ab"))
     (name,) = world.cluster.hosts[NodeId("b")].workers

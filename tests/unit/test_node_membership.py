@@ -198,6 +198,16 @@ def test_a_node_is_not_noticed_when_ray_ends_its_agent(monkeypatch: pytest.Monke
     assert noticed == ["spot"] * lives
 
 
+def test_advice_of_the_cloud_reaches_the_run() -> None:
+    advised: list[str] = []
+    listener = RayLossListener()
+    listener.advised = lambda node: advised.append(node.name)  # type: ignore[attr-defined]
+    membership = NodeMembership(listener, HERE, SETTINGS)  # type: ignore[arg-type]
+    spot = node_membership._Watched(SimpleNamespace(name="spot", ray_id="1"))  # type: ignore[arg-type]
+    membership._pass_on(spot, Message(1, NoticeUpdate.REBALANCE, "rebalance recommended", 0.0))
+    assert advised == ["spot"]
+
+
 def test_of_two_notices_the_earliest_counts_and_ray_s_own_drain_is_not_cancelled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -276,3 +276,26 @@ def test_nothing_is_promised_where_too_few_previews_were_made() -> None:
         NOW,
     )
     assert any("nothing is promised for its target" in line for note in notes for line in note.lines)
+
+
+def test_a_subset_that_the_learner_s_gpus_do_not_divide_is_left_out() -> None:
+    """512 samples are shared by 512 GPUs, the 256 that a subset trains are not."""
+    wish = "plan={strategies: [all_spot], parts: [subset], reserved_nodes: [64], spot_nodes: [64]}"
+    file = load_scenario("paper-512", [wish, "run.starts=1"])
+    estimates = planning_search.Estimates(file, NOW)
+    found = [one.strategy for one, _ in estimates.worth_it(grid(file, estimates.quotes)[0][0])]
+    assert found == ["all_spot"]
+    assert any("256 samples, which 512 learner GPUs do not divide" in reason for reason in estimates.left_out)
+
+
+@pytest.mark.slow  # two processes start
+def test_clusters_ranked_in_several_processes_are_those_ranked_in_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = few_clusters("plan.reserved_nodes=[2, 3, 500]")  # of which the last can train no batch
+    alone = search(file, Goal(deadline_h=1000), NOW)
+    monkeypatch.setattr(planning_search, "SHARED", 1)
+    monkeypatch.setattr(planning_search, "PART", 2)
+    shared = search(file, Goal(deadline_h=1000), NOW, jobs=2)
+    assert repr(shared) == repr(alone)  # NaN equals itself only there
+    assert alone.left_out

@@ -119,6 +119,10 @@ class ClusterNodes:
         """See :class:`spotlight.cluster.nodes.node_membership.Listener`."""
         self._soon(self._put_event, ev.NodeNoticed(NodeId(node.name), self._clock() + remaining_s))
 
+    def advised(self, node: RayNode) -> None:
+        """See :class:`spotlight.cluster.nodes.node_membership.Listener`."""
+        self._soon(self._put_event, ev.NodeAdvised(NodeId(node.name)))
+
     def notice_cancelled(self, node: RayNode, detail: str) -> None:
         """See :class:`spotlight.cluster.nodes.node_membership.Listener`."""
         self._soon(self._put_event, ev.NoticeCancelled(NodeId(node.name)))

@@ -232,7 +232,7 @@ class Controller:
                 self.ledger.check()
             case ev.TimePassed():
                 pass
-            case ev.NodeJoined() | ev.NodeLost() | ev.NodeNoticed() | ev.NoticeCancelled():
+            case ev.NodeJoined() | ev.NodeLost() | ev.NodeNoticed() | ev.NodeAdvised() | ev.NoticeCancelled():
                 self.learner.observe(event)
                 self.fleet.handle(event)
             case _:
@@ -244,7 +244,7 @@ class Controller:
         match event:
             case ev.GpuTimeSpent():
                 self._dispatch(event)
-            case ev.NodeJoined() | ev.NodeLost() | ev.NodeNoticed() | ev.NoticeCancelled():
+            case ev.NodeJoined() | ev.NodeLost() | ev.NodeNoticed() | ev.NodeAdvised() | ev.NoticeCancelled():
                 self.fleet.handle(event)
             case ev.LearnerStarted() | ev.LearnerLost():
                 self.fleet.observe(event)

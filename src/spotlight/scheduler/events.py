@@ -149,6 +149,13 @@ class NodeNoticed:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeAdvised:
+    """The cloud finds a node likelier than others to be preempted."""
+
+    node: NodeId
+
+
+@dataclass(frozen=True, slots=True)
 class NoticeCancelled:
     """The preemption notice was withdrawn."""
 
@@ -338,10 +345,11 @@ class TimePassed:
     """Nothing happened, but timeouts may be due."""
 
 
-MachineEvent: TypeAlias = NodeJoined | NodeNoticed | NoticeCancelled | NodeLost
+NodeEvent: TypeAlias = NodeJoined | NodeNoticed | NoticeCancelled | NodeLost
+MachineEvent: TypeAlias = NodeEvent | NodeAdvised
 
 ClusterEvent: TypeAlias = (
-    MachineEvent | WorkerStarted | WorkerCrashed | WeightsPulled | PullFailed | GroupFormed | GroupStopped
+    NodeEvent | WorkerStarted | WorkerCrashed | WeightsPulled | PullFailed | GroupFormed | GroupStopped
 )
 
 Event: TypeAlias = (
@@ -358,6 +366,7 @@ Event: TypeAlias = (
     | EvaluationReported
     | CheckpointCommitted
     | ClusterEvent
+    | NodeAdvised
     | GroupPulled
     | LeaseProgressed
     | LeaseCompleted

@@ -290,19 +290,28 @@ def prepared_for(
         ConfigError, PriceError: it cannot be simulated, or would drop too many samples.
     """
     changed = file_of(file, candidate, iterations)
-    samples = changed.run_as(strategy_named(candidate.strategy)).samples
+    require_shares(changed, candidate)
+    return prepare(changed, (candidate.strategy,), now, quotes, profile)
+
+
+def require_shares(file: ScenarioFile, candidate: Candidate) -> None:
+    """Refuse a learner whose GPUs do not divide what it trains.
+
+    Raises:
+        ConfigError: it would drop too many samples, or has no GPU.
+    """
+    samples = file.run_as(strategy_named(candidate.strategy)).samples
     ranks = candidate.reserved_nodes * candidate.reserved.gpus
     alike = candidate.reserved.gpu_type == candidate.spot.gpu_type  # spot nodes of another type only denoise
     if strategy_named(candidate.strategy).places is SpotPlaces.ON_DEMAND and alike:
         ranks += candidate.spot_nodes * candidate.spot.gpus
     if ranks == 0:
         remedy = "The learner needs one: reserve a node, or take a strategy that has it on spot nodes."
-        raise ConfigError(changed.name, [Problem("cluster.reserved.nodes", "0", "1 or more", remedy)])
+        raise ConfigError(file.name, [Problem("cluster.reserved.nodes", "0", "1 or more", remedy)])
     if samples % ranks > DROPPED_MAX * samples:
         found = f"{samples} samples, which {ranks} learner GPUs do not divide"
         remedy = f"More than {DROPPED_MAX:.0%} would be left out."
-        raise ConfigError(changed.name, [Problem("workload.prompts", found, "a multiple", remedy)])
-    return prepare(changed, (candidate.strategy,), now, quotes, profile)
+        raise ConfigError(file.name, [Problem("workload.prompts", found, "a multiple", remedy)])
 
 
 def file_of(file: ScenarioFile, candidate: Candidate, iterations: int) -> ScenarioFile:

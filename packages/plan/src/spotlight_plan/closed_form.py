@@ -12,24 +12,27 @@ comes to the exact simulation: ``python -m benchmarks.plan_ranking``.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import pairwise
 from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
 
 from spotlight.scheduler.policies.target.iteration_model import AmdahlTime
 from spotlight.scheduler.types import WeightKind
-from spotlight_fleet.traces.trace import TraceEventKind
 from spotlight_plan.compare import SimulationOutcome
 from spotlight_plan.learning_speed import Explored, honest_target, learned_target
-from spotlight_plan.scenarios.prepare import Prepared, on_demand_node, scenario_of
-from spotlight_plan.scenarios.profile_costs import ProfileCosts
+from spotlight_plan.scenarios.prepare import Prepared, on_demand_node, terms_of
+from spotlight_plan.scenarios.presence import Figures, Presence, steady
 from spotlight_plan.scenarios.side_costs import egress_of, standing_usd_h
 from spotlight_plan.scenarios.strategies import PipelinePart, SpotPlaces, Strategy
 from spotlight_plan.simulation.virtual_rewards import RewardModel
 
 HORIZON_H = 24.0
+PACES = 32
+"""So many different numbers of nodes are told apart along a trace, if there are more."""
 _TAIL = 0.3
 """Of a lease's time, how long workers wait for the last one where leases divide among them evenly.
 
@@ -62,34 +65,49 @@ class IterationPace:
     crossing_usd: float = 0.0
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Course:
+    """A run along a trace, until its horizon: sums at the ends of stretches in which each is linear in time.
+
+    Attributes:
+        done: iterations, as all sums from 0.
+        previews, coverage, gained: over iterations after the first.
+    """
+
+    done: Figures
+    at_s: Figures
+    usd: Figures
+    previews: Figures
+    coverage: Figures
+    gained: Figures
+
+    def after(self, iterations: float) -> _Run:
+        """So many iterations; infinite time where nothing goes on."""
+        sums = (self.at_s, self.usd, self.previews, self.coverage, self.gained)
+        end = int(np.searchsorted(self.done, iterations))
+        if end < len(self.done):
+            before, after = self.done[end - 1], self.done[end]
+            share = (iterations - before) / (after - before)
+            return _Run(
+                iterations, *(float(one[end - 1] + share * (one[end] - one[end - 1])) for one in sums)
+            )
+        # Beyond the hours that were looked at, as much goes on as in their mean.
+        done = float(self.done[-1])
+        longer = iterations / done if done else math.inf
+        at_s, usd, *explored = (float(one[-1]) for one in sums)
+        return _Run(done, at_s * longer, usd * longer, *explored)
+
+
 @dataclass(frozen=True, slots=True)
-class _Stretch:
-    """A part of the trace: nodes that work in spot nodes' places, dollars an hour of those that are paid."""
-
-    since_s: float
-    until_s: float
-    nodes: int
-    usd_h: float
-
-
-@dataclass(slots=True)
 class _Run:
-    """What is done so far; the sums are over iterations after the first."""
+    """What is done after some iterations; see :class:`_Course`."""
 
-    done: float = 0.0
-    at_s: float = 0.0
-    usd: float = 0.0
-    first_s: float = math.inf
-    first_usd: float = math.inf
-    previews: float = 0.0
-    coverage: float = 0.0
-    gained: float = 0.0
-
-    def explored(self, pace: IterationPace, iterations: float) -> None:
-        self.previews += iterations * pace.previews
-        if pace.explored is not None:
-            self.coverage += iterations * pace.explored.coverage
-            self.gained += iterations * pace.explored.coverage * pace.explored.contrast
+    done: float
+    at_s: float
+    usd: float
+    previews: float
+    coverage: float
+    gained: float
 
 
 class ClosedForm:
@@ -106,12 +124,11 @@ class ClosedForm:
     def __init__(self, prepared: Prepared, strategy: Strategy, limit_h: float) -> None:
         self._prepared, self._strategy, self._file = prepared, strategy, prepared.file.run_as(strategy)
         self._limit_h = limit_h
-        scenario = scenario_of(prepared, strategy)
-        assert isinstance(scenario.costs, ProfileCosts), "a scenario file's costs are a profile's"
-        self._costs, self._plan = scenario.costs, scenario.plan
-        self._boot_s = scenario.boot_s
+        terms = terms_of(prepared, strategy)
+        self._costs, self._plan, self._boot_s = terms.costs, terms.plan, terms.boot_s
         self._egress = egress_of(self._file, prepared.profile, prepared.pricing, strategy)
         self.pace = cache(self._pace)
+        self._lease, self._sample_s = cache(self._leases), cache(self._samples_s)  # asked for at every pace
 
     # -- a run -----------------------------------------------------------------------------------------
 
@@ -120,8 +137,8 @@ class ClosedForm:
         stated = self._file.stated_target(self._strategy)
         early = 0.0 if self._strategy.name in self._file.iterations_to_target else self._early
         wanted = self._file.target_of(self._strategy)
-        stretches = list(self._stretches(start))
-        run = self._after(stretches, seen or (wanted.iterations if wanted else self._file.run.iterations))
+        course = self._course(start)
+        run = course.after(seen or (wanted.iterations if wanted else self._file.run.iterations))
         explores = self._plan.exploration is not None
         later = max(run.done - 1, 1e-9)
         previews = run.previews / later if explores else math.nan
@@ -133,17 +150,17 @@ class ClosedForm:
         else:
             target, why = honest_target(stated, self._file.random_target, previews, early)
         iterations = seen or (target.iterations if target else self._file.run.iterations)
-        run, limit_h = self._after(stretches, iterations), self._limit_h
+        run, first, limit_h = course.after(iterations), course.after(1), self._limit_h
         late = run.at_s > limit_h * 3600
         hours, usd = run.at_s / 3600, run.usd
-        first_h, later_n = run.first_s / 3600, max(1, iterations - 1)
+        first_h, later_n = first.at_s / 3600, max(1, iterations - 1)
         return SimulationOutcome(
             strategy=self._strategy.name,
             problem=f"not done after {limit_h:g} h, when run.until_h was over" if late else None,
             iterations=0 if late else iterations,
             iteration_s=math.nan if late else 3600 * (hours - first_h) / later_n,
             iteration_error_s=0.0,
-            iteration_usd=math.nan if late else (usd - run.first_usd) / later_n,
+            iteration_usd=math.nan if late else (usd - first.usd) / later_n,
             target=target,
             target_h=hours if target and not late else math.nan,
             target_usd=usd if target and not late else math.nan,
@@ -161,36 +178,61 @@ class ClosedForm:
             trained=0,
             events=0,
             first_h=math.nan if late else first_h,
-            first_usd=math.nan if late else run.first_usd,
+            first_usd=math.nan if late else first.usd,
             no_target=why,
             contrast=explored.contrast if explored else math.nan,
             coverage=explored.coverage if explored else math.nan,
         )
 
-    def _after(self, stretches: Sequence[_Stretch], iterations: int) -> _Run:
-        """So many iterations; infinite time where nothing goes on."""
-        run = _Run()
-        for one in stretches:
-            pace, room_s = self.pace(one.nodes), one.until_s - one.since_s
-            for goal, each_s in ((1.0, pace.first_s), (float(iterations), pace.seconds)):
-                if run.done >= goal or room_s <= 0:
-                    continue
-                ends = (goal - run.done) * each_s <= room_s
-                more = goal - run.done if ends else room_s / each_s
-                took_s = more * each_s if ends else room_s
-                room_s -= took_s
-                run.done, run.at_s = goal if ends else run.done + more, run.at_s + took_s
-                run.usd += took_s * (self._standing_usd_h + one.usd_h) / 3600 + more * pace.crossing_usd
-                if goal > 1:
-                    run.explored(pace, more)
-                elif ends:
-                    run.first_s, run.first_usd = run.at_s, run.usd
-            if run.done >= iterations:
-                return run
-        # Beyond the hours that were looked at, as much goes on as in their mean.
-        longer = iterations / run.done if run.done else math.inf
-        run.at_s, run.usd = run.at_s * longer, run.usd * longer
-        return run
+    def _course(self, start: Prepared) -> _Course:
+        there = self._presence(start)
+        paces, which = self._paces(there.working)
+
+        def of(figure: Callable[[IterationPace], float]) -> Figures:
+            return np.array([figure(pace) for pace in paces])[which]
+
+        first_s, later_s = of(lambda pace: pace.first_s), of(lambda pace: pace.seconds)
+        begun = np.cumsum((there.until_s - there.since_s) / first_s)
+        cut = int(np.searchsorted(begun, 1.0))  # the stretch in which the first iteration ends
+        ends = cut < len(begun)
+        before, after = slice(cut + 1), slice(cut, None)
+
+        def split(first: Figures, later: Figures) -> Figures:
+            return np.concatenate([first[before], later[after]])
+
+        until_s = there.until_s
+        if ends:
+            left = 1.0 - (begun[cut - 1] if cut else 0.0)
+            until_s = np.insert(until_s, cut, there.since_s[cut] + left * first_s[cut])
+        took_s = np.diff(until_s, prepend=0.0)
+        more = took_s / split(first_s, later_s)
+        later = more.copy()
+        later[before] = 0.0
+
+        def summed(each: Figures) -> Figures:
+            return np.append(0.0, np.cumsum(each))
+
+        def explored(figure: Callable[[IterationPace], float]) -> Figures:
+            values = of(figure)
+            return summed(later * split(values, values))
+
+        crossing = of(lambda pace: pace.crossing_usd)
+        usd_h = self._standing_usd_h + split(there.usd_h, there.usd_h)
+        return _Course(
+            summed(more),
+            np.append(0.0, until_s),
+            summed(took_s * usd_h / 3600 + more * split(crossing, crossing)),
+            explored(lambda pace: pace.previews),
+            explored(lambda pace: pace.explored.coverage if pace.explored else 0.0),
+            explored(lambda pace: pace.explored.coverage * pace.explored.contrast if pace.explored else 0.0),
+        )
+
+    def _paces(self, nodes: Figures) -> tuple[list[IterationPace], NDArray[np.intp]]:
+        """Paces, and which of them each number has; more numbers than :data:`PACES` share those of others."""
+        least, width = self._learner_nodes, max(1, int(nodes.max()) // PACES)
+        alike = np.where(nodes < least, 0, least + (nodes - least) // width * width + width // 2)
+        numbers, which = np.unique(alike, return_inverse=True)
+        return [self.pace(int(number)) for number in numbers], which
 
     @cached_property
     def _standing_usd_h(self) -> float:
@@ -205,55 +247,16 @@ class ClosedForm:
             usd_h += cluster.spot.nodes * cluster.spot.gpus_per_node * pricing.on_demand.usd_gpu_h
         return usd_h
 
-    def _stretches(self, start: Prepared) -> Iterator[_Stretch]:
+    def _presence(self, start: Prepared) -> Presence:
         """A learner that takes a node on demand has its own place again after a while."""
         until_s = min(HORIZON_H, self._limit_h) * 3600
         if self._strategy.places is not SpotPlaces.SPOT:
-            nodes = self._file.cluster.spot.nodes if self._strategy.places.stays else 0
-            yield _Stretch(0.0, until_s, nodes, 0.0)
-            return
-        node = on_demand_node(start) if self._strategy.placement == "spot_then_on_demand" else None
-        alone_s: float | None = None
-        for one in self._along_trace(start, until_s):
-            if node is None or one.nodes >= self._learner_nodes:
-                alone_s = None
-                yield one
-                continue
-            alone_s = one.since_s if alone_s is None else alone_s
-            works_s = min(
-                one.until_s, max(one.since_s, alone_s + self._file.learner.on_demand.after_s + self._joins_s)
-            )
-            yield replace(one, until_s=works_s)
-            usd_h = one.usd_h + node.price_usd_h
-            yield _Stretch(works_s, one.until_s, self._learner_nodes + one.nodes, usd_h)
-
-    def _along_trace(self, start: Prepared, until_s: float) -> Iterator[_Stretch]:
-        """A node that joins later works once it has booted, started its processes and pulled the weights."""
-        trace, tag = start.trace_of(self._strategy), start.pricing.spot
-        changes: list[tuple[float, int, int, float]] = []  # when, paid, working, another price
-        if tag is not None:
-            changes.append((0.0, 0, 0, tag.usd_gpu_h * self._file.cluster.spot.gpus_per_node))
-        else:
-            changes += [
-                (0.0 if not at else point.time_s, 0, 0, point.usd_h) for at, point in enumerate(trace.prices)
-            ]
-        ready_s: dict[str, float] = {}
-        for event in trace.events:
-            if event.kind is TraceEventKind.ADD:
-                ready_s[event.node] = event.time_s + (self._joins_s if event.time_s else 0.0)
-                changes.append((event.time_s, 1, 0, 0.0))
-            elif event.kind is TraceEventKind.REMOVE:
-                changes.append((event.time_s, -1, 0, 0.0))
-                if (since_s := ready_s.pop(event.node)) < event.time_s:
-                    changes += [(since_s, 0, 1, 0.0), (event.time_s, 0, -1, 0.0)]
-        changes += [(at_s, 0, 1, 0.0) for at_s in ready_s.values()]
-        changes = [*sorted(one for one in changes if one[0] < until_s), (until_s, 0, 0, 0.0)]
-        paid = working = 0
-        price = 0.0
-        for (at_s, more, useful, usd_h), (next_s, *_) in pairwise(changes):
-            paid, working, price = paid + more, working + useful, usd_h or price
-            if next_s > at_s:
-                yield _Stretch(at_s, next_s, working, paid * price)
+            return steady(self._file.cluster.spot.nodes if self._strategy.places.stays else 0, until_s)
+        found = start.presence(self._strategy, self._joins_s, until_s)
+        if self._strategy.placement != "spot_then_on_demand":
+            return found
+        after_s = self._file.learner.on_demand.after_s + self._joins_s
+        return found.with_learner(self._learner_nodes, after_s, on_demand_node(start).price_usd_h)
 
     @cached_property
     def _joins_s(self) -> float:
@@ -374,10 +377,10 @@ class ClosedForm:
     def _rolling_type(self, nodes: int) -> str:
         return self._file.cluster.spot.gpu_type if nodes else self._file.cluster.reserved.gpu_type
 
-    def _lease(self, gpu: str) -> int:
+    def _leases(self, gpu: str) -> int:
         return self._costs.lease_size(gpu, self._file.pixels, 1)
 
-    def _sample_s(self, gpu: str, steps: int) -> float:
+    def _samples_s(self, gpu: str, steps: int) -> float:
         """GPU-seconds of a sample of so many steps, in a full lease."""
         lease, pixels = self._lease(gpu), self._file.pixels
         step_s = self._costs.denoise_step_s(gpu, pixels, lease, 1)

@@ -19,10 +19,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import partial
 from itertools import count
-from typing import Literal
+from multiprocessing import get_context
+from typing import Literal, TypeAlias
 
 from spotlight_plan.candidates import (
     Candidate,
@@ -31,6 +34,7 @@ from spotlight_plan.candidates import (
     grid,
     order_of,
     prepared_for,
+    require_shares,
     shape_of,
     ways,
 )
@@ -40,7 +44,7 @@ from spotlight_plan.prices.quotes import PriceError, Quote
 from spotlight_plan.scenarios.prepare import Prepared, at_starts
 from spotlight_plan.scenarios.pricing import quotes_of
 from spotlight_plan.scenarios.profile import Profile, load_profile
-from spotlight_plan.scenarios.scenario_file import ScenarioFile, Target
+from spotlight_plan.scenarios.scenario_file import GeneratedTrace, ScenarioFile, Target
 from spotlight_plan.scenarios.strategies import strategy_named
 from spotlight_plan.strategy_runs import StrategyRuns, grouped, known_or_inf, tasks_from_starts
 from spotlight_rewards.base.errors import ConfigError, Problem
@@ -51,6 +55,10 @@ ROUNDS = 3
 """How often the next are simulated, where none of those before meets the goal."""
 SLACK = 0.03
 """About the closed form's error: so much of the goal may be missed before the simulation."""
+SHARED, PART = 64, 16
+"""So many clusters are ranked in several processes, each so many at a time."""
+ROOM = 4.0
+"""A simulation that takes more than so many times what the closed form says is given up."""
 GAIN_MIN = 0.01
 """A pipeline part must shorten a run by this share."""
 
@@ -175,8 +183,8 @@ def search(
     evaluated: list[EvaluatedCandidate] = []
     best: EvaluatedCandidate | None = None
     progress(SearchStep("ranked", 0, len(candidates), best))
-    for done, cluster in enumerate(candidates, 1):
-        for found in estimates.worth_it(cluster):
+    for done, ways_found in enumerate(_worth_it(estimates, candidates, jobs), 1):
+        for found in ways_found:
             evaluated.append(EvaluatedCandidate(*found))
             best = min(best or evaluated[-1], evaluated[-1], key=lambda one: goal.rank(one.runs))
         progress(SearchStep("ranked", done, len(candidates), best))
@@ -201,6 +209,30 @@ def search(
             break
     by_order = tuple(sorted(evaluated, key=lambda one: order_of(one.candidate)))
     return SearchResult(goal, by_order, pareto(ranked), answer, tuple(confirmed), estimates.reasons())
+
+
+_Ways: TypeAlias = list[tuple[Candidate, StrategyRuns]]
+
+
+def _worth_it(estimates: Estimates, clusters: Sequence[Candidate], jobs: int) -> Iterator[_Ways]:
+    """The ways that are worth it of each cluster, in order; of many clusters in several processes."""
+    if jobs == 1 or len(clusters) < SHARED:
+        yield from (list(estimates.worth_it(cluster)) for cluster in clusters)
+        return
+    parts = [clusters[first : first + PART] for first in range(0, len(clusters), PART)]
+    with ProcessPoolExecutor(min(jobs, len(parts)), mp_context=get_context("spawn")) as pool:
+        for found, left_out in pool.map(partial(_worth_it_here, estimates), parts):
+            for reason, shapes in left_out.items():
+                estimates.left_out.setdefault(reason, {}).update(shapes)
+            yield from found
+
+
+def _worth_it_here(
+    estimates: Estimates, clusters: Sequence[Candidate]
+) -> tuple[list[_Ways], dict[str, dict[str, None]]]:
+    """In a process of its own."""
+    estimates.left_out = {}
+    return [list(estimates.worth_it(cluster)) for cluster in clusters], estimates.left_out
 
 
 def _different(ranked: Iterable[EvaluatedCandidate]) -> Iterator[EvaluatedCandidate]:
@@ -228,6 +260,7 @@ class Estimates:
     quotes: tuple[Quote, ...] = ()
     left_out: dict[str, dict[str, None]] = field(default_factory=dict)
     _profile: Profile = field(init=False, repr=False)
+    _ways: dict[tuple[object, ...], dict[str, object]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         unread: dict[str, str] = {}
@@ -279,7 +312,9 @@ class Estimates:
             return
         for candidate in candidates:
             try:
-                form = closed_form_of(self.file, starts[0], candidate)
+                way = replace(starts[0], file=self._run_so(starts[0].file, candidate))
+                require_shares(way.file, candidate)
+                form = ClosedForm(way, strategy_named(candidate.strategy), self.file.run.until_h)
             except ConfigError as error:
                 yield candidate, str(error).splitlines()[-1].strip(" -")
                 continue
@@ -287,20 +322,28 @@ class Estimates:
             reason = useless(first)
             yield candidate, reason or StrategyRuns((first, *map(form.outcome, starts[1:])))
 
+    def _run_so(self, file: ScenarioFile, candidate: Candidate) -> ScenarioFile:
+        """A cluster's scenario with the pipeline and the previews of a candidate.
+
+        Raises:
+            ConfigError: they contradict the workload, which is that of every cluster.
+        """
+        way = candidate.next_share, candidate.previews
+        if way == (None, None):
+            return file
+        if way not in self._ways:
+            changed = file_of(self.file, candidate, self.file.run.iterations)
+            self._ways[way] = {"pipeline": changed.pipeline, "exploration": changed.exploration}
+        return file.model_copy(update=self._ways[way])
+
     def prepared(self, cluster: Candidate) -> Prepared:
-        """The scenario with a candidate's cluster, with as much of the trace as is looked at."""
+        """The scenario with a candidate's cluster, with as much of the trace as is looked at: no notices."""
         run = self.file.run.model_copy(update={"until_h": min(HORIZON_H, self.file.run.until_h)})
-        short = self.file.model_copy(update={"run": run})
+        trace = self.file.trace
+        if isinstance(trace, GeneratedTrace):
+            trace = trace.model_copy(update={"notice_lead_s": 0.0})
+        short = self.file.model_copy(update={"run": run, "trace": trace})
         return prepared_for(short, cluster, run.iterations, self.now, self.quotes, self._profile)
-
-
-def closed_form_of(file: ScenarioFile, prepared: Prepared, candidate: Candidate) -> ClosedForm:
-    """Of a way to run a strategy on the cluster that was prepared."""
-    if candidate.next_share is not None or candidate.previews is not None:
-        changed = file_of(file, candidate, prepared.file.run.iterations)
-        sections = {"pipeline": changed.pipeline, "exploration": changed.exploration}
-        prepared = replace(prepared, file=prepared.file.model_copy(update=sections))
-    return ClosedForm(prepared, strategy_named(candidate.strategy), file.run.until_h)
 
 
 def confirm(
@@ -312,7 +355,8 @@ def confirm(
     """Simulate candidates for ``plan.iterations`` from every start; ``progress`` hears how many are done."""
     file, number = estimates.file, estimates.file.plan.iterations
     prepared = [
-        prepared_for(file, one.candidate, number, estimates.now, estimates.quotes) for one in candidates
+        prepared_for(_cut(file, one.runs), one.candidate, number, estimates.now, estimates.quotes)
+        for one in candidates
     ]
     tasks = [
         task
@@ -334,6 +378,13 @@ def confirm(
         )
         confirmed.append(replace(one, runs=StrategyRuns(tuple(outcomes)), simulated=True))
     return confirmed
+
+
+def _cut(file: ScenarioFile, runs: StrategyRuns) -> ScenarioFile:
+    """With as much of the trace as ``plan.iterations`` can need: weeks of many nodes take long to prepare."""
+    longest_h = max(known_or_inf(one.hours_after(file.plan.iterations)) for one in runs.outcomes)
+    until_h = min(file.run.until_h, max(HORIZON_H, ROOM * longest_h))
+    return file.model_copy(update={"run": file.run.model_copy(update={"until_h": until_h})})
 
 
 def corrected(

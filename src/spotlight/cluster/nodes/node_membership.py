@@ -65,6 +65,10 @@ class Listener(Protocol):
         """A joined node will be preempted in ``remaining_s``; Ray is being told."""
         ...
 
+    def advised(self, node: RayNode) -> None:
+        """The cloud finds a joined node likelier than others to be preempted."""
+        ...
+
     def notice_cancelled(self, node: RayNode, detail: str) -> None:
         """The preemption was cancelled."""
         ...
@@ -396,6 +400,7 @@ class NodeMembership:
                     self._notice(watched, watched.drained_s, "Ray drains it nevertheless")
             case NoticeUpdate.REBALANCE:
                 log.info("node %s: %s", node.name, message.detail)
+                self._listener.advised(node)
             case NoticeUpdate.UNWATCHED:
                 log.warning("node %s: preemptions may come unannounced: %s", node.name, message.detail)
 

@@ -37,12 +37,14 @@ class FleetMachine:
         parts: what it is to the cluster.
         taken_s: when the cloud takes it; None: not as far as is known.
         returned_s: when the run gives it back, likewise.
+        advised: whether the cloud finds it likelier than others to be taken.
     """
 
     node: Node
     parts: tuple[Node, ...] = ()
     taken_s: float | None = None
     returned_s: float | None = None
+    advised: bool = False
 
     @property
     def ends_s(self) -> float | None:
@@ -138,6 +140,8 @@ class Fleet:
             case ev.NodeNoticed(name, deadline_s) if name in self.machines:
                 self.machines[name].taken_s = deadline_s
                 self._announce(self.machines[name])
+            case ev.NodeAdvised(name) if name in self.machines:
+                self.machines[name].advised = True
             case ev.NoticeCancelled(name) if name in self.machines:
                 self.machines[name].taken_s = None
                 self._announce(self.machines[name])

@@ -63,9 +63,10 @@ class Supply(FleetPolicy):
 
     def _announce_ends(self, fleet: Fleet, present: Mapping[NodeId, FleetMachine], surplus: int) -> None:
         """Of as many nodes as are too many, and of no more."""
-        # Not the learner's, if possible; then the newest: their workers have the least to lose.
+        # Not the learner's, if possible; then what the cloud may take soon; then the newest: their workers
+        # have the least to lose.
         stay = [machine for name, machine in present.items() if name not in self._leaving]
-        stay.sort(key=lambda machine: machine.ranks > 0, reverse=True)
+        stay.sort(key=lambda machine: (machine.ranks > 0, not machine.advised), reverse=True)
         for machine in stay[max(0, len(stay) - (surplus - len(self._leaving))) :]:
             self._announce(fleet, machine)
         for name in list(self._leaving)[surplus:]:

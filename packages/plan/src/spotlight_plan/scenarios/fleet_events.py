@@ -27,10 +27,8 @@ class SpotOffer:
     usd_h: float | None
 
 
-def spot_events(trace: Trace, offer: SpotOffer) -> tuple[tuple[float, NodeEvent], ...]:
-    """Events of spot nodes as (seconds, event), ascending.
-
-    A notice's deadline is the removal that follows it, else the trace's horizon.
+def require_usable(trace: Trace, offer: SpotOffer) -> None:
+    """Refuse a trace that says nothing of such nodes.
 
     Raises:
         ConfigError: the trace's nodes have a different number of GPUs, or no price is known.
@@ -45,6 +43,17 @@ def spot_events(trace: Trace, offer: SpotOffer) -> tuple[tuple[float, NodeEvent]
         raise ConfigError(
             trace.source, [Problem("trace.use_prices", "no prices in the trace", "some", remedy)]
         )
+
+
+def spot_events(trace: Trace, offer: SpotOffer) -> tuple[tuple[float, NodeEvent], ...]:
+    """Events of spot nodes as (seconds, event), ascending.
+
+    A notice's deadline is the removal that follows it, else the trace's horizon.
+
+    Raises:
+        ConfigError: as :func:`require_usable`.
+    """
+    require_usable(trace, offer)
     return tuple(_events(trace, offer))
 
 

@@ -30,7 +30,8 @@ from spotlight_fleet.traces.trace import Trace, TraceEvent, TraceEventKind
 from spotlight_fleet.traces.trace_files import read_trace
 from spotlight_fleet.traces.transforms import cut, limit, repeat, with_notices
 from spotlight_plan.prices.quotes import Quote
-from spotlight_plan.scenarios.fleet_events import SpotOffer, spot_events
+from spotlight_plan.scenarios.fleet_events import SpotOffer, require_usable, spot_events
+from spotlight_plan.scenarios.presence import Presence, presence_of
 from spotlight_plan.scenarios.pricing import PriceTag, Pricing, pricing_of
 from spotlight_plan.scenarios.profile import (
     Profile,
@@ -91,6 +92,10 @@ class Prepared:
         default_factory=dict, compare=False, repr=False
     )
     """What :meth:`spot_nodes` has answered, by the trace's identity: ways to run one cluster share it."""
+    _presences: dict[tuple[int, float | None, float, float], tuple[Trace, Presence]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+    """What :meth:`presence` has answered, likewise."""
 
     def trace_of(self, strategy: Strategy) -> Trace:
         """The trace with as many nodes as the strategy asks for."""
@@ -101,15 +106,30 @@ class Prepared:
             self._traces[nodes] = _trace(self.file, nodes, self.later)
         return self._traces[nodes]
 
-    def spot_nodes(self, strategy: Strategy) -> SpotNodes:
-        """The spot nodes of the strategy's trace, as they come and go."""
+    @property
+    def spot_offer(self) -> SpotOffer:
+        """What a spot node is."""
         spot, tag = self.file.cluster.spot, self.pricing.spot
         usd_h = None if tag is None else tag.usd_gpu_h * spot.gpus_per_node
-        offer, trace = SpotOffer(spot.gpu_type, spot.gpus_per_node, usd_h), self.trace_of(strategy)
+        return SpotOffer(spot.gpu_type, spot.gpus_per_node, usd_h)
+
+    def spot_nodes(self, strategy: Strategy) -> SpotNodes:
+        """The spot nodes of the strategy's trace, as they come and go."""
+        offer, trace = self.spot_offer, self.trace_of(strategy)
         of, found = self._spot_nodes.get((id(trace), offer), (None, ()))
         if of is not trace:
             found = spot_events(trace, offer)
             self._spot_nodes[id(trace), offer] = trace, found
+        return found
+
+    def presence(self, strategy: Strategy, joins_s: float, until_s: float) -> Presence:
+        """How many spot nodes of the strategy's trace work; see :func:`presence_of`."""
+        trace, usd_h = self.trace_of(strategy), self.spot_offer.usd_h
+        key = id(trace), usd_h, joins_s, until_s
+        of, found = self._presences.get(key, (None, None))
+        if found is None or of is not trace:
+            found = presence_of(trace, usd_h, joins_s, until_s)
+            self._presences[key] = trace, found
         return found
 
 
@@ -143,7 +163,9 @@ def prepare(
     pricing = _pricing(file, chosen, now, quotes)
     prepared = Prepared(file, profile, pricing, _trace(file, file.cluster.spot.nodes))
     for strategy in chosen:
-        _require_costs(scenario_of(prepared, strategy), profile)
+        if _comes_and_goes(strategy):
+            require_usable(prepared.trace_of(strategy), prepared.spot_offer)
+        _require_costs(prepared, strategy)
     return prepared
 
 
@@ -191,30 +213,57 @@ def _require_fresh(file: ScenarioFile, chosen: Sequence[Strategy]) -> None:
         raise ConfigError(file.name, problems)
 
 
-def scenario_of(prepared: Prepared, strategy: Strategy, *, timelines: bool = False) -> Scenario:
-    """Build one strategy's scenario.
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a strategy's iterations consist of and last, whenever its spot nodes come and go.
+
+    Attributes:
+        rolls_out: GPU types that do.
+        boot_s: of a node.
+    """
+
+    costs: ProfileCosts
+    plan: Plan
+    rolls_out: tuple[str, ...]
+    boot_s: float
+
+
+def terms_of(prepared: Prepared, strategy: Strategy) -> Terms:
+    """Costs and plan of one strategy.
 
     Raises:
         ConfigError: the profile lacks a figure, or the model does not fit.
     """
     file = prepared.file.run_as(strategy)
-    prepared, work = replace(prepared, file=file), file.workload
-    nodes = node_events(prepared, strategy)
-    joining = [event.node for _, event in nodes if isinstance(event, NodeJoined)]
-    ranks = ranks_of(prepared, strategy)
-    denoising = tuple(dict.fromkeys(node.gpu_type for node in joining if node.rolls_out))
+    prepared, ranks = replace(prepared, file=file), ranks_of(prepared, strategy)
+    denoising = dict.fromkeys(node.gpu_type for node in standing_nodes(prepared, strategy) if node.rolls_out)
+    if _comes_and_goes(strategy) and prepared.trace_of(strategy).events:  # the first one is an arrival
+        denoising[file.cluster.spot.gpu_type] = None
     if not denoising:
         found, remedy = "no spot node in all the time", "Take another, or set cluster.reserved.rolls_out."
         raise ConfigError(
             prepared.trace.source,
             [Problem("trace", found, f"one that rolls out, for {strategy.name}", remedy)],
         )
-    costs = _costs(prepared, strategy, denoising, ranks)
+    rolls_out = tuple(denoising)
+    costs = _costs(prepared, strategy, rolls_out, ranks)
+    boot_s = costs.boot_s() if file.cluster.boot_s is None else file.cluster.boot_s
+    return Terms(costs, _plan(prepared, strategy, costs, rolls_out, ranks), rolls_out, boot_s)
+
+
+def scenario_of(prepared: Prepared, strategy: Strategy, *, timelines: bool = False) -> Scenario:
+    """Build one strategy's scenario.
+
+    Raises:
+        ConfigError: as :func:`terms_of`.
+    """
+    terms, file = terms_of(prepared, strategy), prepared.file.run_as(strategy)
+    prepared, work = replace(prepared, file=file), file.workload
     model = file.exploration.rewards if file.exploration else None
     return Scenario(
-        plan=_plan(prepared, strategy, costs, denoising, ranks),
-        costs=costs,
-        nodes=nodes,
+        plan=terms.plan,
+        costs=terms.costs,
+        nodes=node_events(prepared, strategy),
         train_prompts=_PROMPTS_FACTOR * work.prompts,
         test_prompts=work.evaluation.prompts if work.evaluation else 0,
         seed=file.run.seed,
@@ -224,7 +273,7 @@ def scenario_of(prepared: Prepared, strategy: Strategy, *, timelines: bool = Fal
         rewards=RewardModel(**model.model_dump()) if model else RewardModel(),
         timelines=timelines,
         on_demand=on_demand_node(prepared) if strategy.placement == "spot_then_on_demand" else None,
-        boot_s=costs.boot_s() if file.cluster.boot_s is None else file.cluster.boot_s,
+        boot_s=terms.boot_s,
         egress=egress_of(file, prepared.profile, prepared.pricing, strategy),
         standing_usd_h=standing_usd_h(file, prepared.profile, strategy),
         spot_first=file.target.nodes_first,
@@ -235,8 +284,7 @@ def ranks_of(prepared: Prepared, strategy: Strategy) -> int:
     """GPUs that train."""
     if strategy.learner_moves:
         return prepared.file.ranks
-    joining = [event.node for _, event in node_events(prepared, strategy) if isinstance(event, NodeJoined)]
-    return sum(node.gpus for node in joining if node.trains)  # all of these join at 0
+    return sum(node.gpus for node in standing_nodes(prepared, strategy) if node.trains)
 
 
 def on_demand_node(prepared: Prepared) -> Node:
@@ -364,32 +412,42 @@ def timesteps_per_pass(prepared: Prepared, strategy: Strategy, ranks: int) -> in
 
 def node_events(prepared: Prepared, strategy: Strategy) -> tuple[tuple[float, NodeEvent], ...]:
     """Node events of a strategy: reserved nodes, and whatever takes the places of the spot nodes."""
+    joining = tuple((0.0, NodeJoined(node)) for node in standing_nodes(prepared, strategy))
+    return joining + (prepared.spot_nodes(strategy) if _comes_and_goes(strategy) else ())
+
+
+def _comes_and_goes(strategy: Strategy) -> bool:
+    """Whether spot nodes are those of the trace."""
+    return strategy.places is SpotPlaces.SPOT and strategy.baseline is None
+
+
+def standing_nodes(prepared: Prepared, strategy: Strategy) -> list[Node]:
+    """Nodes that are there from the start to the end."""
     cluster, pricing = prepared.file.cluster, prepared.pricing
     reserved, spot = cluster.reserved, cluster.spot
     both = strategy.trainers_roll_out(reserved.rolls_out)
-    events: list[tuple[float, NodeEvent]] = []
-    if not strategy.is_all_spot:
-        assert pricing.reserved is not None, "prepared for a strategy with reserved nodes"
-        for n in range(reserved.nodes):
-            node = _standing(f"reserved:{n}", reserved, pricing.reserved, trains=True, rolls_out=both)
-            events.append((0.0, NodeJoined(node)))
     if strategy.baseline is not None:  # the undisturbed run that its model takes
         price = pricing.spot or PriceTag(0.0, "the trace's")
-        nodes = (
+        return [
             _standing(f"spot:{n}", spot, price, trains=True, rolls_out=True)
             for n in range(prepared.file.spot_nodes(strategy))
+        ]
+    nodes: list[Node] = []
+    if not strategy.is_all_spot:
+        assert pricing.reserved is not None, "prepared for a strategy with reserved nodes"
+        nodes += (
+            _standing(f"reserved:{n}", reserved, pricing.reserved, trains=True, rolls_out=both)
+            for n in range(reserved.nodes)
         )
-        return tuple((0.0, NodeJoined(node)) for node in nodes)
     if strategy.places.stays:
         assert pricing.on_demand is not None, "prepared for a strategy that rents on demand"
         # Mixed GPU types would train at the pace of the slowest, so other types only denoise.
         trains = strategy.places is SpotPlaces.ON_DEMAND and spot.gpu_type == reserved.gpu_type
-        for n in range(spot.nodes):
-            node = _standing(f"on-demand:{n}", spot, pricing.on_demand, trains=trains, rolls_out=True)
-            events.append((0.0, NodeJoined(node)))
-    elif strategy.places is SpotPlaces.SPOT:
-        events += prepared.spot_nodes(strategy)
-    return tuple(events)
+        nodes += (
+            _standing(f"on-demand:{n}", spot, pricing.on_demand, trains=trains, rolls_out=True)
+            for n in range(spot.nodes)
+        )
+    return nodes
 
 
 def _standing(name: str, pool: Pool, tag: PriceTag, *, trains: bool, rolls_out: bool) -> Node:
@@ -518,16 +576,14 @@ def _lease_s(costs: ProfileCosts, gpus: tuple[str, ...], file: ScenarioFile) -> 
     return max(120.0, *(3 * steps * _step_s(costs, gpu, file.pixels) for gpu in gpus))
 
 
-def _require_costs(scenario: Scenario, profile: Profile) -> None:
+def _require_costs(prepared: Prepared, strategy: Strategy) -> None:
     """Query every figure that the simulation may need. Raises :class:`ConfigError`."""
-    costs, plan = scenario.costs, scenario.plan
-    joined = [event.node for _, event in scenario.nodes if isinstance(event, NodeJoined)]
-    for gpu in dict.fromkeys(node.gpu_type for node in joined if node.rolls_out):
+    terms = terms_of(prepared, strategy)
+    costs, plan = terms.costs, terms.plan
+    for gpu in terms.rolls_out:
         for degree in plan.cluster.degrees:
             size = costs.lease_size(gpu, plan.cluster.pixels, degree)
             costs.denoise_step_s(gpu, plan.cluster.pixels, size, degree)
             costs.decode_s(gpu, plan.cluster.pixels, size)
-    trainers = {node.gpu_type for node in joined if node.trains or plan.cluster.learner_moves}
-    for gpu in sorted(trainers):
-        costs.train_s(gpu, plan.cluster.pixels, 1, plan.ranks)
+    costs.train_s(costs.workload.learner_gpu, plan.cluster.pixels, 1, plan.ranks)
     costs.prepare_s(1, plan.ranks)

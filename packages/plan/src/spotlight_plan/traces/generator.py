@@ -13,7 +13,8 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from spotlight_fleet.traces.trace import Trace, TraceError, TraceEvent, TraceEventKind
 from spotlight_fleet.traces.transforms import with_notices
@@ -63,10 +64,8 @@ class TraceSpec:
 
 def generate(spec: TraceSpec) -> Trace:
     """Generate a trace."""
-    bursts = [tuple(_bursts(spec, zone)) for zone in range(min(spec.zones, spec.nodes))]
-    events = [
-        event for place in range(spec.nodes) for event in _place(spec, place, bursts[place % spec.zones])
-    ]
+    any_number = replace(spec, nodes=1)
+    events = [event for place in range(spec.nodes) for event in _place(any_number, place)]
     # At equal times removals come first, so that the fleet never exceeds its size.
     events.sort(key=lambda event: (event.time_s, event.kind is TraceEventKind.ADD, event.node))
     kind = "bursty" if spec.bursts_per_h else "Poisson"
@@ -75,9 +74,12 @@ def generate(spec: TraceSpec) -> Trace:
     return with_notices(trace, spec.notice_lead_s) if spec.notice_lead_s else trace
 
 
-def _bursts(spec: TraceSpec, zone: int) -> Iterator[float]:
-    if not spec.bursts_per_h:
-        return
+@lru_cache(maxsize=128)
+def _bursts(spec: TraceSpec, zone: int) -> tuple[float, ...]:
+    return tuple(_burst_times_s(spec, zone)) if spec.bursts_per_h else ()
+
+
+def _burst_times_s(spec: TraceSpec, zone: int) -> Iterator[float]:
     stream = random.Random(f"{spec.seed}/bursts{f'/{zone}' if zone else ''}")
     time_s = _exponential(stream, 3600 / spec.bursts_per_h)
     while time_s < spec.horizon_s:
@@ -85,7 +87,13 @@ def _bursts(spec: TraceSpec, zone: int) -> Iterator[float]:
         time_s += _exponential(stream, 3600 / spec.bursts_per_h)
 
 
-def _place(spec: TraceSpec, place: int, bursts: tuple[float, ...]) -> Iterator[TraceEvent]:
+@lru_cache(maxsize=4096)
+def _place(spec: TraceSpec, place: int) -> tuple[TraceEvent, ...]:
+    """One slot, which traces of any number of nodes share; ``spec.nodes`` does not count."""
+    return tuple(_nodes_of(spec, place, _bursts(spec, place % spec.zones)))
+
+
+def _nodes_of(spec: TraceSpec, place: int, bursts: tuple[float, ...]) -> Iterator[TraceEvent]:
     """Successive nodes of one slot, initially occupied with the long-run probability of being up."""
     stream = random.Random(f"{spec.seed}/{place}")
     # Drawn even without a node present, so that a slot's bursts do not depend on its past.

@@ -32,6 +32,7 @@ class LearnerPlaces:
         on_demand: those of them that are used where spot nodes have no room.
         holding: those whose workers hold the base weights: the learner starts there at once.
         leaving: those with a preemption notice, or that are to be given back.
+        advised: those that the cloud may take soon: of nodes alike, the learner takes others.
         target: ranks by node where the learner starts next, or runs.
         running: where it runs; empty while it does not.
     """
@@ -43,6 +44,7 @@ class LearnerPlaces:
     on_demand: set[NodeId] = field(default_factory=set)
     holding: set[NodeId] = field(default_factory=set)
     leaving: set[NodeId] = field(default_factory=set)
+    advised: set[NodeId] = field(default_factory=set)
     target: Mapping[NodeId, int] = field(default_factory=dict)
     running: Mapping[NodeId, int] = field(default_factory=dict)
 
@@ -152,5 +154,6 @@ class LearnerPlaces:
         return bool(places) and self.leaving.isdisjoint(places)
 
     def _free(self, taken: Collection[NodeId]) -> dict[NodeId, int]:
-        """The newest first: its workers have the least to lose."""
-        return {node: self.slots[node] for node in reversed(self.slots) if node not in taken}
+        """The newest first: its workers have the least to lose. What the cloud may take soon is last."""
+        newest = [node for node in reversed(self.slots) if node not in taken]
+        return {node: self.slots[node] for node in sorted(newest, key=self.advised.__contains__)}

@@ -58,6 +58,7 @@ class SpotLearner(FleetPolicy):
     def place(self, fleet: Fleet) -> None:
         """See :class:`FleetPolicy`."""
         places = self.places
+        places.advised = {name for name in places.slots if fleet.machines[name].advised}
         for name in places.slots:
             ends = fleet.machines[name].ends_s is not None
             if ends and name not in places.leaving:
