@@ -54,6 +54,7 @@ FAMILIES: Registry[type[ModelFamily]] = Registry(
         "wan": "spotlight.models.families.wan:Wan",
         "wan-i2v": "spotlight.models.families.wan_i2v:WanI2V",
         "hunyuan-video": "spotlight.models.families.hunyuan_video:HunyuanVideo",
+        "hunyuan-video-1.5": "spotlight.models.families.hunyuan_video_15:HunyuanVideo15",
     },
     base="spotlight.models.family:ModelFamily",
 )

@@ -26,6 +26,14 @@ CPS_NOISE = 0.8
 ADVANTAGE_MAX = 5.0
 
 
+def load_lora(pipe: Any, folder: Path) -> None:
+    """As the loading lines of a run do."""
+    if hasattr(pipe, "load_lora_weights"):
+        pipe.load_lora_weights(folder)
+    else:
+        pipe.transformer.load_lora_adapter(folder, use_safetensors=True)
+
+
 class _Predicted(Exception):  # noqa: N818 (not an error)
     def __init__(self, velocity: Tensor) -> None:
         super().__init__()
@@ -83,7 +91,7 @@ class PlainLoop:
         if getattr(pipe, "transformer_2", None) is not None:
             self._parts["transformer_2"] = pipe.transformer_2
         if lora is not None:
-            pipe.load_lora_weights(lora)
+            load_lora(pipe, lora)
             if len(self._parts) > 1:
                 pipe.load_lora_weights(lora / "transformer_2", load_into_transformer_2=True)
         call = type(pipe).__call__.__wrapped__  # without torch.no_grad

@@ -251,7 +251,8 @@ def save_plain_lora(
     for part in parts:
         prefix = part_prefix(part, parts)
         own = {n.removeprefix(prefix): t.contiguous() for n, t in layers.items() if n.startswith(prefix)}
-        getattr(diffusers, family.pipeline_class).save_lora_weights(
+        writer = getattr(diffusers, family.pipeline_class if family.loads_lora else "FluxPipeline")
+        writer.save_lora_weights(
             lora_folder(folder, part),
             transformer_lora_layers=own,
             transformer_lora_adapter_metadata=dict(metadata),
@@ -293,7 +294,7 @@ def test_plain_diffusers_draws_our_pictures_with_trained_weights(
     folder = family.save_lora(tmp_path / "lora", slots.state("policy"), slots.metadata()).parent
     pattern = COMFYUI_NAMES.get(name, r"transformer\..*")
     assert all(re.fullmatch(rf"{pattern}\.lora_[AB]\.weight", each) for each in load_file(folder / LORA_FILE))
-    lora.load_lora_weights(folder)
+    plain_loop.load_lora(lora, folder)
     parts = list(denoisers(family.transformer))
     if len(parts) > 1:
         lora.load_lora_weights(folder / "transformer_2", load_into_transformer_2=True)
@@ -348,6 +349,7 @@ def test_activations_are_within_a_tenth_of_the_plans(load: Load, name: str) -> N
     found = {}
     for mode in ("lora", "full", "elementwise", "checkpointed"):
         model = type(family.transformer).from_config({**family.transformer.config, **loaded.case.wide})
+        family.adapt(model)
         layers = len(layers_of(model))
         if mode == "lora":
             LoraSlots(model.requires_grad_(False), LoraSpec(rank=4, alpha=4.0, targets=family.lora_targets))

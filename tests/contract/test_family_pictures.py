@@ -14,7 +14,7 @@ from spotlight.registry import FAMILIES
 from spotlight.testbed import PIPELINE_DIR
 
 OTHERS = ("qwen-image-edit", "z-image", "flux2-klein", "flux2-dev", "flux", "flux-kontext", "krea-2", "sd3")
-NONE = ("wan", "wan-i2v", "hunyuan-video", "qwen-image-2.1")
+NONE = ("wan", "wan-i2v", "hunyuan-video", "hunyuan-video-1.5", "qwen-image-2.1")
 
 
 def load(name: str, pipeline: Path, folder: Path) -> ModelFamily:

@@ -198,7 +198,7 @@ def test_flash_kernels_are_right_wherever_the_configuration_allows_them(
                 run("flash", equal)
         return
     torch.testing.assert_close(run("flash", equal), run("native", equal), rtol=0, atol=ROUNDING)
-    if name in ("qwen-image", "qwen-image-edit", "z-image"):
+    if name in ("qwen-image", "qwen-image-edit", "z-image", "krea-2"):
         with pytest.raises(ModelError, match=r"prompts of unequal length.*rollout\.group_size"):
             run("flash", unequal)
         return

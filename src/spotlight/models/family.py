@@ -102,6 +102,8 @@ class ModelFamily(FamilyTraits, ABC):
         self.text_device = device if text_device is None else text_device
         self.config: Any = denoisers(transformer)["transformer"].config
         self.dimensions = self.read_dimensions(files)
+        for part in denoisers(transformer).values():
+            self.adapt(part)
         text = {name: part for name, part in self.components.items() if not is_denoiser(name)}
         cache = EmbeddingsCache(
             root=embeddings_cache,
@@ -110,7 +112,7 @@ class ModelFamily(FamilyTraits, ABC):
             max_tokens=max_text_tokens,
             dtype=dtype,
         )
-        self._prompts = PromptEncoder(files, self.pipeline_class, text, self._embed, cache, self.text_device)
+        self._prompts = PromptEncoder(files, self.text_pipeline, text, self._embed, cache, self.text_device)
         self._schedule = lru_cache(maxsize=256)(self._visited_sigmas)
         self.check_parts()
 
@@ -234,6 +236,12 @@ class ModelFamily(FamilyTraits, ABC):
         """
         write_pipeline(cls, directory, seed, variant)
 
+    def text_pipeline(self, **parts: Any) -> Any:
+        """The pipeline that :meth:`embed` gets, of its tokenizers and text encoders."""
+        import diffusers
+
+        return getattr(diffusers, self.pipeline_class)(**parts, transformer=None, vae=None, scheduler=None)
+
     def embed_instruction(self, pipeline: Any, instruction: Instruction) -> dict[str, Tensor]:
         """As :meth:`embed`, of a prompt about reference pictures and of its negative prompt
         (``negative_embeds``). Raises :class:`ModelError`.
@@ -323,6 +331,9 @@ class ModelFamily(FamilyTraits, ABC):
         cls, files: PipelineFiles, degree: int, tokens: int, text_tokens: int, reference: str
     ) -> None:
         """As :meth:`check_split`, of samples with this reference picture; errors name the whole key."""
+
+    def adapt(self, transformer: nn.Module) -> None:
+        """Change how a transformer of diffusers' computes, not what."""
 
     def check_parts(self) -> None:
         """Raise :class:`ModelError` if the loaded parts belong to different models."""

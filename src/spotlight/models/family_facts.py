@@ -282,8 +282,8 @@ class FamilyTraits:
     """Whether its forward can be captured (``model.cuda_graphs``): it reads no values back to the host."""
     cuts_prompts: ClassVar[bool] = True
     """Whether the diffusers pipeline's call takes ``max_sequence_length``."""
-    loading_lines: ClassVar[tuple[str, ...]] = ()
-    """Code that makes diffusers' ``pipe`` take the steps of :meth:`set_timesteps`, where it would not."""
+    loads_lora: ClassVar[bool] = True
+    """Whether the diffusers pipeline itself loads a LoRA; else its transformer does."""
     text_recipe: ClassVar[str] = ""
     """Whatever :meth:`embed` depends on besides diffusers' code, e.g. a prompt template."""
     references_max: ClassVar[float] = 0
@@ -310,6 +310,15 @@ class FamilyTraits:
         """A pipeline's files, with ``components`` or all of them; raises :class:`ModelError`."""
         wanted = cls.components if components is None else components
         return locate(path, revision, (cls.pipeline_class, *cls.other_pipelines), wanted, _of_another_family)
+
+    @classmethod
+    def loading_lines(cls, scale: float) -> tuple[str, ...]:
+        """Code that makes diffusers' ``pipe`` draw as we do, where its call's arguments would not.
+
+        Args:
+            scale: of true guidance.
+        """
+        return ()
 
     @classmethod
     def planned_text_tokens(cls, words: int, most: int) -> int:

@@ -111,6 +111,8 @@ def _tokenizer(kind: str, **options: Any) -> Any:
         return _clip_tokenizer(**options)
     if kind.startswith("T5"):
         return _t5_tokenizer(**options)
+    if kind.startswith("ByT5"):
+        return _byte_tokenizer()
     return _llama_tokenizer(**options) if kind.startswith("Llama") else _qwen2_tokenizer(**options)
 
 
@@ -136,6 +138,13 @@ def _t5_tokenizer() -> Any:
     specials = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0)]
     pieces = [*specials, *((letter, -3.0) for letter in _PRINTABLE)]
     return T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=512)
+
+
+def _byte_tokenizer() -> Any:
+    """One token per byte, as published."""
+    from transformers import ByT5Tokenizer
+
+    return ByT5Tokenizer()
 
 
 def _qwen2_tokenizer(corpus: Sequence[str], special: Sequence[str], chat_template: str | None = None) -> Any:
@@ -241,12 +250,15 @@ def _text_encoder(
             "num_position_embeddings": 16,  # this and the next of Qwen3-VL
             "deepstack_visual_indexes": [0],
         }
+        text = {**config, **grouped, "rope_parameters": rope}
         config = {
-            "text_config": {**config, **grouped, "rope_parameters": rope},
+            "text_config": text,
             "vision_config": vision,
             "tie_word_embeddings": True,
             **_vision_tokens(tokenizer),
         }
+        if kind.endswith("TextModel"):
+            config = text
     elif kind.startswith("Mistral3"):
         vision = {
             "num_hidden_layers": 1,

@@ -64,11 +64,11 @@ def loading_snippet(
     if family.references_max:
         imports.append("from diffusers.utils import load_image")
     lines = [*imports, f"pipe = {pipeline}.from_pretrained({', '.join(loaded)})"]
-    lines += family.loading_lines
+    lines += family.loading_lines(config.rollout.true_cfg_scale)
     if lora and config.model.transformer is not None:
         lines += _transformer(config.model.transformer)
     if lora:
-        lines.append(f"pipe.load_lora_weights({str(weights)!r})")
+        lines.append(_lora(weights, by_pipeline=family.loads_lora))
         second = (weights if weights.is_dir() else weights.parent) / SECOND_TRANSFORMER
         if second.is_dir():
             lines.append(f"pipe.load_lora_weights({str(second)!r}, load_into_transformer_2=True)")
@@ -78,6 +78,12 @@ def loading_snippet(
     else:
         lines.append(f"{made}.images[0].save('picture.png')")
     return "\n".join(lines)
+
+
+def _lora(weights: Path, *, by_pipeline: bool) -> str:
+    if by_pipeline:
+        return f"pipe.load_lora_weights({str(weights)!r})"
+    return f"pipe.transformer.load_lora_adapter({str(weights)!r}, use_safetensors=True)"
 
 
 def _call(config: RunConfig, prompt: str | None) -> list[str]:

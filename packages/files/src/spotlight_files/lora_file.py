@@ -145,7 +145,9 @@ def _converted(
     """The layers under diffusers' names, and the alphas, of which every tensor is found to be part."""
     import diffusers
 
-    reader = getattr(diffusers, pipeline_class).lora_state_dict
+    reader = getattr(getattr(diffusers, pipeline_class), "lora_state_dict", None)
+    if reader is None:  # the pipeline loads no LoRA: its transformer does, which converts nothing
+        return dict(tensors), {}
     # Some classes take the layers' alphas out, and return them on request only.
     apart = {"return_alphas": True} if "return_alphas" in inspect.signature(reader).parameters else {}
     # Converters rename, split, scale and drop: what has no gradient is in none of the results.

@@ -59,16 +59,6 @@ class Wan(ModelFamily):
     pads_last = pads_prompts = True  # the model attends to padding, without a mask
     guidance_argument = "guidance_scale"
     splits_sequence = True
-    loading_lines = (
-        "from diffusers import FlowMatchEulerDiscreteScheduler",
-        "class Euler(FlowMatchEulerDiscreteScheduler):  # at the noise levels of the pipeline's scheduler",
-        "    levels = pipe.scheduler",
-        "    def set_timesteps(self, steps, device=None):",
-        "        self.levels.set_timesteps(steps)",
-        "        sigmas = [1.0, *self.levels.sigmas[1:-1].tolist()]",
-        "        super().set_timesteps(sigmas=sigmas, device=device)",
-        "pipe.scheduler = Euler(shift=1.0)",
-    )
     text_tokens_max = 512
     published, tiny_models = read_models(__file__)
 
@@ -85,6 +75,20 @@ class Wan(ModelFamily):
             patch_px=2 * px,
             vae_width=width,
             frames_per_latent=frames,
+        )
+
+    @classmethod
+    def loading_lines(cls, scale: float) -> tuple[str, ...]:
+        """Euler's steps at the noise levels of the pipeline's scheduler."""
+        return (
+            "from diffusers import FlowMatchEulerDiscreteScheduler",
+            "class Euler(FlowMatchEulerDiscreteScheduler):",
+            "    levels = pipe.scheduler",
+            "    def set_timesteps(self, steps, device=None):",
+            "        self.levels.set_timesteps(steps)",
+            "        sigmas = [1.0, *self.levels.sigmas[1:-1].tolist()]",
+            "        super().set_timesteps(sigmas=sigmas, device=device)",
+            "pipe.scheduler = Euler(shift=1.0)",
         )
 
     @classmethod

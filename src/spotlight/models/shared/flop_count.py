@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
@@ -335,6 +335,15 @@ def _without_memory(
     return model.requires_grad_(False), copies, counted_as
 
 
+class KnownRows(TorchFunctionMode):
+    """Rows without memory that are picked by a mask with values, of which there are as many as it says."""
+
+    def __torch_function__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if call is Tensor.__getitem__ and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
+            args = args[0], args[1].nonzero(as_tuple=True)
+        return call(*args, **(kwargs or {}))
+
+
 class _Calls(TorchFunctionMode):
     """Divides what is counted by the functions called, each as often as its block occurs."""
 
@@ -388,6 +397,7 @@ def _counted(
         counter = stack.enter_context(FlopCounterMode(display=False))
         calls = _Calls(counter.get_total_flops, model, copies)
         stack.enter_context(calls)
+        stack.enter_context(KnownRows())
         # Outside the mode: what the forward makes itself, masks and positions, has values that it may read.
         level = torch.full([1], 0.5)
         if GRIDS in tensors:  # one reference of as many tokens, whatever its sides

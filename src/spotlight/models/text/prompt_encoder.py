@@ -30,7 +30,7 @@ class PromptEncoder:
 
     Args:
         files: the pipeline.
-        pipeline_class: diffusers' class, given only its tokenizers and text encoders.
+        pipeline: makes diffusers' pipeline of its tokenizers and text encoders.
         components: those tokenizers and text encoders.
         embed: one prompt's tensors from that pipeline.
         cache: of embeddings.
@@ -40,13 +40,13 @@ class PromptEncoder:
     def __init__(
         self,
         files: PipelineFiles,
-        pipeline_class: str,
+        pipeline: Callable[..., Any],
         components: Mapping[str, PipelineComponent],
         embed: Callable[[Any, ModelInput], Mapping[str, Tensor]],
         cache: EmbeddingsCache,
         device: torch.device,
     ) -> None:
-        self._files, self._pipeline_class, self._components = files, pipeline_class, components
+        self._files, self._make, self._components = files, pipeline, components
         self._embed, self._cache, self._device = embed, cache, device
         self._pipeline: Any = None
 
@@ -80,10 +80,7 @@ class PromptEncoder:
                 torch.cuda.empty_cache()
 
     def _load(self) -> Any:
-        import diffusers
-
-        parts = {name: self._load_part(name, part) for name, part in self._components.items()}
-        return getattr(diffusers, self._pipeline_class)(**parts, transformer=None, vae=None, scheduler=None)
+        return self._make(**{name: self._load_part(name, part) for name, part in self._components.items()})
 
     def _load_part(self, name: str, part: PipelineComponent) -> Any:
         import transformers

@@ -10,7 +10,7 @@ from spotlight.registry import FAMILIES
 from spotlight.scheduler.plan import ClusterPlan, FleetSettings, Plan, TrainingChoice, latent_frames
 from spotlight.scheduler.types import WeightKind
 
-FRAMES_PER_LATENT = {"hunyuan-video": 4, "wan": 4, "wan-i2v": 4}
+FRAMES_PER_LATENT = {"hunyuan-video": 4, "hunyuan-video-1.5": 4, "wan": 4, "wan-i2v": 4}
 """``usual_frames_per_latent`` of the shipped families of videos, whose modules need torch."""
 
 
