@@ -236,10 +236,10 @@ def _worth_it_here(
 
 
 def _different(ranked: Iterable[EvaluatedCandidate]) -> Iterator[EvaluatedCandidate]:
-    """Without those that only add what is never needed, such as a node on demand that is not taken."""
+    """Without those that only add what changes nothing, such as a node on demand that is never taken."""
     known: set[tuple[object, ...]] = set()
     for one in ranked:
-        cluster = replace(one.candidate, strategy="")
+        cluster = replace(one.candidate, strategy="", next_share=None)
         figures = (cluster, *((start.target_h, start.target_usd) for start in one.runs.outcomes))
         if figures not in known:
             known.add(figures)
