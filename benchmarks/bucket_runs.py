@@ -28,6 +28,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -55,6 +56,9 @@ SETTINGS = (
     *("evaluation.at_start=false", "learner.micro_batch_size=16", "checkpoint.every=1"),
     "rewards=[{name: jpeg_size}]",
 )
+SAMPLED_EVERY_S = 0.002
+CALLS = {"202": "futex (a lock)", "74": "fsync", "75": "fdatasync"}
+"""By their numbers on x86-64."""
 _SENT = re.compile(r"snapshot \d+: (\d+) bytes in (\d+) requests, ([\d.]+) s, of which ([\d.]+) s")
 _ITERATION = re.compile(r"iteration (\d+)/")
 
@@ -62,13 +66,15 @@ _ITERATION = re.compile(r"iteration (\d+)/")
 @dataclass(frozen=True)
 class Undisturbed:
     """A run: CPU seconds of its process, all threads, start and end included; of the thread that trains, what
-    an iteration takes on a core, blocked, and waiting for a core; and an iteration's median."""
+    an iteration takes on a core, blocked, and waiting for a core, and in which system calls it was blocked,
+    as sampled; and an iteration's median."""
 
     cpu_s: float
     on_core_s: float
     blocked_s: float
     for_a_core_s: float
     iteration_s: float
+    blocked_in_s: dict[str, float]
 
 
 @dataclass
@@ -137,9 +143,13 @@ def _undisturbed(
 ) -> tuple[Path, Undisturbed]:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     seen: dict[int, tuple[float, float, float]] = {}
+    calls: dict[int, dict[str, float]] = {}
+    watch: Watch | None = None
     for now_s, line, process in _training(environment, place / "kept", where, "same", iterations):
         if match := _ITERATION.search(line):
+            watch = watch or Watch(process.pid)
             seen.setdefault(int(match[1]), (now_s, *_main_thread_s(process.pid)))
+            calls.setdefault(int(match[1]), dict(watch.seconds))
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     run = (_work(place / "kept") if "://" in where else Path(where)) / "same"
     cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
@@ -148,7 +158,34 @@ def _undisturbed(
         (end - begin) / (last - first) for begin, end in zip(seen[first], seen[last], strict=True)
     )
     blocked_s = wall_s - on_core_s - for_a_core_s
-    return run, Undisturbed(cpu_s, on_core_s, blocked_s, for_a_core_s, _iteration_s(run))
+    blocked_in_s = {
+        name: (seconds - calls[first].get(name, 0.0)) / (last - first)
+        for name, seconds in calls[last].items()
+    }
+    return run, Undisturbed(cpu_s, on_core_s, blocked_s, for_a_core_s, _iteration_s(run), blocked_in_s)
+
+
+class Watch:
+    """Seconds that the first thread of a process is blocked in each system call, sampled until it ends."""
+
+    def __init__(self, process: int) -> None:
+        self.seconds: dict[str, float] = {}
+        self._path = Path(f"/proc/{process}/task/{process}/syscall")
+        threading.Thread(target=self._sample, daemon=True).start()
+
+    def _sample(self) -> None:
+        before_s = time.monotonic()
+        while True:
+            time.sleep(SAMPLED_EVERY_S)
+            now_s = time.monotonic()
+            try:
+                number, *_ = self._path.read_text(encoding="ascii").split()
+            except (OSError, ValueError):
+                return
+            if number != "running":  # nor waiting for a core
+                name = CALLS.get(number, f"call {number}")
+                self.seconds[name] = self.seconds.get(name, 0.0) + now_s - before_s
+            before_s = now_s
 
 
 def _main_thread_s(process: int) -> tuple[float, float]:
@@ -283,6 +320,9 @@ def _show(report: BucketReport) -> None:
             ("  waiting for a core", [each.for_a_core_s for each in runs]),
         ):
             table.add_row(f"{name}, {where}", _spread(values, 3))
+        for call in sorted({call for each in runs for call in each.blocked_in_s}):
+            values = [each.blocked_in_s.get(call, 0.0) for each in runs]
+            table.add_row(f"    in {call}, {where}", _spread(values, 3))
     pairs = list(zip(report.bucket, report.folder, strict=True))
     for name, values in (
         ("on a core", [ours.on_core_s - theirs.on_core_s for ours, theirs in pairs]),

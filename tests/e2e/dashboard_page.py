@@ -20,7 +20,7 @@ def watched(browser: Browser, **options: object) -> Iterator[Page]:
     """A page on which no script fails, none but ours runs, and nothing is fetched from elsewhere."""
     context = browser.new_context(**options)  # type: ignore[arg-type]
     page = context.new_page()
-    page.set_default_timeout(60_000)
+    page.set_default_timeout(240_000)
     wrong: list[str] = []
     page.on("pageerror", lambda error: wrong.append(str(error)))
     page.on(

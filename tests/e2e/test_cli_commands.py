@@ -308,7 +308,7 @@ def test_slower_screens_are_for_any_terminal(trained: tuple[Path, str], tmp_path
             (["calibrate", str(trained[0])], 2),  # it was on no cluster
             (["notices", "--cloud", "aws", "--endpoint", cloud.url, "--once"], 0),
             (["tiny", "qwen-image", str(tmp_path / "tiny")], 0),
-            (["dashboard", str(trained[0]), "--port", "0"], 0),
+            (["dashboard", str(trained[0]), "--port", "0"], -signal.SIGTERM),
         ):
             command = [sys.executable, "-u", "-m", "spotlight.cli", *words]
             narrow = os.environ | {"PYTHONIOENCODING": "ascii", "COLUMNS": "40"}

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(900),
     pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed: apt install chromium"),
 ]
 PARTS = {

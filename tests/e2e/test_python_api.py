@@ -218,6 +218,28 @@ def test_prompts_are_texts_rows_or_tables(tmp_path: Path, monkeypatch: pytest.Mo
         prompt_files([{"text": "a cat"}, {"text": "a dog"}], None, tmp_path)
 
 
+def test_empty_cells_of_tables_are_left_out_as_of_files(tmp_path: Path) -> None:
+    import pandas
+
+    columns = {
+        "prompt": PROMPTS[:3],
+        "tag": ["counting", None, "colors"],
+        "classes": [["cat"], None, ["dog"]],
+    }
+    frame = pandas.DataFrame(columns)
+    frame.to_parquet(tmp_path / "file.parquet")
+    expected = read_prompts("data.test", tmp_path / "file.parquet")
+    assert [dict(prompt.metadata) for prompt in expected][1] == {}
+    datasets = pytest.importorskip("datasets")
+    for table in (frame, frame.convert_dtypes(), datasets.Dataset.from_dict(columns)):
+        files = prompt_files("train.txt", table, tmp_path)
+        assert read_prompts("data.test", Path(files["data.test"])) == expected
+    files = prompt_files("train.txt", frame["prompt"], tmp_path)
+    assert [each.text for each in read_prompts("data.test", Path(files["data.test"]))] == PROMPTS[:3]
+    with pytest.raises(ConfigError, match="column 'prompt'"):
+        prompt_files("train.txt", pandas.DataFrame({"prompt": ["a cat", None]}), tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_notebook_goes_from_an_installation_to_a_lora(tmp_path: Path) -> None:

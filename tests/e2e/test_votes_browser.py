@@ -60,7 +60,9 @@ def test_a_vote_waits_for_the_pictures_and_a_double_click_is_one(browser: Browse
     groups = [[png(shade) for shade in shades] for shades in ((20, 200, 90), (30, 210))]
     for group in groups:
         pictures = {picture_name(each): each for each in group}
-        box.open(Ballot(HOSTILE, tuple(sorted(pictures))), pictures, 500.0)
+        about = png(250)
+        ballot = Ballot(HOSTILE, tuple(sorted(pictures)), references=(picture_name(about),))
+        box.open(ballot, {**pictures, picture_name(about): about}, 500.0)
     for path in (tmp_path / "asked" / "votes" / "open").glob("*/ballot.json"):
         os.utime(path, (2 * time.time(),) * 2)  # as if somebody went on waiting
     first, second = box.awaited()
@@ -75,6 +77,7 @@ def test_a_vote_waits_for_the_pictures_and_a_double_click_is_one(browser: Browse
         for route in held:
             route.continue_()
         page.unroute("**/ballots/**")
+        page.wait_for_function("document.querySelector('.ballot .references img').naturalWidth === 48")
         page.click(".ballot .picture button >> nth=1")
         page.keyboard.press("9")  # not another view, while a vote is being made
         assert (

@@ -8,9 +8,10 @@ import pytest
 import torch
 from test_serialization import SIZE, bits, forged
 
+from spotlight.cluster.blobs.blob_store import StoredBlob
 from spotlight.diffusion.samplers import FlowSDE
 from spotlight.diffusion.schedule import RandomWindow
-from spotlight.models.condition import Condition
+from spotlight.models.condition import FIRST_FRAME, GRIDS, REFERENCES, Condition
 from spotlight.rollout.commits import Committer, Packed, latents_of, restore
 from spotlight.rollout.serialization import (
     SerializationError,
@@ -21,6 +22,8 @@ from spotlight.rollout.serialization import (
 )
 from spotlight.rollout.state import Recipe, RolloutState
 from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId
+from spotlight.worker import resume
+from spotlight.worker.resume import RolloutStarter
 from spotlight_rewards.base.prompts import PromptId
 
 STEPS, WINDOW = 6, range(1, 4)
@@ -28,11 +31,20 @@ RECIPE = Recipe(SIZE, FlowSDE(0.7), RandomWindow(3, high=STEPS), 1.0, "trajector
 EMBEDDINGS = unpack_condition(pack_condition(Condition({"embeds": torch.randn(50, 64)})))
 
 
+def rollout_of(name: str, prompt: str) -> Rollout:
+    return Rollout(RolloutId(name), Purpose.TRAIN, 0, PromptId(prompt), 0, 0, STEPS, PolicyVersion(0))
+
+
 def states(name: str, condition: Condition = EMBEDDINGS) -> list[RolloutState]:
     """Before every step and at the end, as the engine makes one from another."""
-    rollout = Rollout(RolloutId(name), Purpose.TRAIN, 0, PromptId("p"), 0, 0, STEPS, PolicyVersion(0))
     state = RolloutState(
-        rollout, RECIPE, condition, 0, torch.randn(8, 4), torch.linspace(1, 0, STEPS + 1), WINDOW
+        rollout_of(name, "p"),
+        RECIPE,
+        condition,
+        0,
+        torch.randn(8, 4),
+        torch.linspace(1, 0, STEPS + 1),
+        WINDOW,
     )
     made = [state]
     for step in range(STEPS):
@@ -85,6 +97,62 @@ def test_a_state_comes_after_its_latents_and_holds_neither_them_nor_embeddings()
     assert len(state.data) < 2000 < EMBEDDINGS["embeds"].nbytes
     *_, whole = Committer().begin([states("a", Condition(EMBEDDINGS.tensors))[0]])
     assert bits(restore(whole.data, [], None, RECIPE).condition["embeds"]) == bits(EMBEDDINGS["embeds"])
+
+
+def test_pictures_go_to_a_worker_once_and_with_no_commit() -> None:
+    """Latents of a reference at 1024 x 1024 pixels, and of a first frame of 81 frames at 480p."""
+    text = EMBEDDINGS.tensors
+    pictures = {
+        "text": text,
+        "edit": {**text, REFERENCES: torch.randn(4096, 64), GRIDS: torch.tensor([[64, 64]])},
+        "video": {**text, FIRST_FRAME: torch.randn(21, 60, 104, 16, dtype=torch.bfloat16)},
+    }
+    head = Head({name: pack_condition(Condition(tensors)) for name, tensors in pictures.items()})
+    starter = RolloutStarter(head, Begins(), {Purpose.TRAIN: RECIPE})  # type: ignore[arg-type]
+    sent = {}
+    for name in pictures:
+        for lease in range(3):
+            (first,), failed = starter.start([rollout_of(f"{name}{lease}", name)], (), "")
+            assert not failed
+        sent[name] = [
+            len(each.data) for state in states("a", first.condition) for each in Committer().begin([state])
+        ]
+    assert head.fetched == [("condition", name) for name in pictures]
+    assert sent["text"] == sent["edit"] == sent["video"]
+    assert sum(sent["edit"]) < 20_000 < 1 << 20 < len(head.kept["edit"])
+
+
+class Head:
+    """What a worker asks for, from memory."""
+
+    def __init__(self, kept: dict[str, bytes]) -> None:
+        self.kept, self.fetched = kept, list[tuple[str, str]]()
+
+    def fetch(self, kind: str, names: list[str], weights_digest: str = "") -> list[StoredBlob]:
+        self.fetched += [(kind, name) for name in names]
+        return [StoredBlob(0, self.kept[name]) for name in names]
+
+
+class Begins:
+    """An engine whose rollouts stand at their beginning."""
+
+    def start(
+        self, rollouts: list[Rollout], conditions: list[Condition], recipe: Recipe
+    ) -> list[RolloutState]:
+        sigmas = torch.linspace(1, 0, STEPS + 1)
+        pairs = zip(rollouts, conditions, strict=True)
+        return [
+            RolloutState(one, recipe, about, 0, torch.zeros(8, 4), sigmas, WINDOW) for one, about in pairs
+        ]
+
+
+def test_a_worker_keeps_conditions_up_to_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resume, "_KEPT_BYTES", 2 * EMBEDDINGS.nbytes)
+    head = Head({name: pack_condition(EMBEDDINGS) for name in "abc"})
+    starter = RolloutStarter(head, Begins(), {Purpose.TRAIN: RECIPE})  # type: ignore[arg-type]
+    for name in "abacab":
+        starter.start([rollout_of("r", name)], (), "")
+    assert [name for _, name in head.fetched] == [*"abc", "b"]
 
 
 def test_what_is_absent_altered_or_of_another_state_is_refused() -> None:

@@ -77,6 +77,8 @@ def test_a_copy_is_the_same_and_an_older_checkpoint_says_nothing(
     assert sorted(found) == ["data.train", "model.lora", "model.path", "model.transformer"]
     copied = tmp_path / "copy"
     shutil.copytree(tmp_path / "pipeline", copied)
+    (copied / ".cache/huggingface").mkdir(parents=True)  # of `hf download --local-dir`
+    (copied / ".cache/huggingface/model_index.json.metadata").write_text("when it was loaded")
     config = load_config(None, [*overrides, f"model.path={copied}"])
     assert files_read(config, pictured(tmp_path)) == found
     require_same_files({}, found, config)

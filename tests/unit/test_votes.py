@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import threading
@@ -14,11 +15,16 @@ from typing import Any
 import numpy as np
 import pytest
 from fastapi.testclient import TestClient
+from PIL import Image as PILImage
 from tests.unit.dashboard_run import BEARER, TOKEN, client_of
 
+from spotlight.store.images import Tile, write_grid
+from spotlight.store.run_directory import RunPaths
 from spotlight_dashboard.dashboard_app import dashboard_app
 from spotlight_dashboard.dashboard_keys import DashboardKeys
+from spotlight_dashboard.report_pictures import PictureBudget
 from spotlight_dashboard.run_folders import RunFolder
+from spotlight_dashboard.views.gallery import pictures as pictures_of
 from spotlight_rewards import ballots as ballots_module
 from spotlight_rewards.ballots import AWAITED_FOR_S, Ballot, BallotBox, NoSuchBallotError, picture_name
 from spotlight_rewards.pool.reward_pool import RewardPool
@@ -70,6 +76,42 @@ def test_a_score_is_the_share_of_the_others_that_come_after() -> None:
     assert shares_beaten(names, []) == [0.5] * 4
     assert sum(shares_beaten(names, ["a"])) == pytest.approx(2)  # of any vote: half of each pair
     assert shares_beaten(["a"], []) == [0.5]
+
+
+def test_a_ballot_shows_what_its_prompt_is_about(run: Path, client: TestClient, tmp_path: Path) -> None:
+    files = {picture_name(content): content for content in (b"a", b"b", b"about")}
+    pictures = tuple(sorted(picture_name(content) for content in (b"a", b"b")))
+    ballot = Ballot("a", pictures, references=(picture_name(b"about"),))
+    assert ballot.id == Ballot("a", pictures).id  # votes of before count
+    box = BallotBox(run / "votes")
+    box.open(ballot, files, 60.0)
+    (found,) = client.get("/api/runs/run/votes").json()["ballots"]
+    assert found["references"] == [picture_name(b"about")]
+    assert client.get(f"/api/runs/run/ballots/{ballot.id}/{found['references'][0]}").content == b"about"
+    with pytest.raises(ValueError, match="different pictures of this ballot"):
+        box.vote(ballot.id, found["references"])
+    path = run / "votes" / "open" / ballot.id / "ballot.json"
+    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "references"}))
+    assert box.awaited()[0].references == ()  # one of before
+
+
+def test_galleries_show_what_a_prompt_is_about(run: Path, client: TestClient, tmp_path: Path) -> None:
+    about, other = grays(10, 20)
+    tiles = [Tile(picture, "a", 0.5, references=(about,)) for picture in grays(30, 40)]
+    (run / "images" / "tiles").mkdir(parents=True)
+    write_grid(RunPaths(run), 0, [*tiles, Tile(other, "b", 0.5)], columns=2, title="t")
+    found = client.get("/api/runs/run/evaluation?iteration=0").json()["pictures"]
+    ((name,), same, none) = (each["references"] for each in found)
+    assert (same, none) == ([name], [])
+    answer = client.get(f"/api/runs/run/reference/{name}")
+    assert PILImage.open(io.BytesIO(answer.content)).getpixel((0, 0)) == (10, 10, 10)
+    (tmp_path / "private.png").write_bytes(answer.content)
+    (run / "images" / "references" / "link.png").symlink_to(tmp_path / "private.png")
+    for wrong in ("no.png", "link.png", "..%2f..%2fconfig.yaml", "..%2f..%2f..%2fprivate.png"):
+        assert client.get(f"/api/runs/run/reference/{wrong}").status_code == 404
+    folder, budget = RunFolder("run", run.resolve()), PictureBudget()
+    budget.take(folder, pictures_of(folder, 0), share=1.0, whole=True)
+    assert sorted(budget.taken) == ["picture/0/0", "picture/0/1", "picture/0/2", f"reference/{name}"]
 
 
 def test_a_ballot_is_voted_on_once_and_its_vote_is_found_again(run: Path, client: TestClient) -> None:

@@ -134,9 +134,9 @@ def _records(key: str, prompts: Any, kept: Path) -> list[dict[str, Any]]:
     Paths of pictures start from the current directory; pictures themselves are kept in ``kept``.
     """
     if hasattr(prompts, "columns") and hasattr(prompts, "to_dict"):
-        prompts = prompts.to_dict("records")
+        prompts = _filled(prompts.to_dict("records"))
     elif hasattr(prompts, "to_list"):
-        prompts = prompts.to_list()
+        prompts = _filled(prompts.to_list())
     expected = "texts, or rows whose column 'prompt' is one"
     if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
         _refuse(key, prompts, f"a file, {expected}", "Give a list.")
@@ -155,6 +155,19 @@ def _records(key: str, prompts: Any, kept: Path) -> list[dict[str, Any]]:
         found[prompt.id] = prompt
     prompts = with_found_pictures(list(found.values()), key, kept)
     return [{"prompt": each.text, **each.metadata} for each in prompts]
+
+
+def _filled(rows: list[Any]) -> list[Any]:
+    """A table's rows without empty cells, as of files."""
+    from pandas import isna
+    from pandas.api.types import is_scalar
+
+    return [
+        {name: cell for name, cell in row.items() if not (is_scalar(cell) and isna(cell))}
+        if isinstance(row, Mapping)
+        else row
+        for row in rows
+    ]
 
 
 def _written(records: Sequence[Mapping[str, Any]], cache: Path) -> Path:

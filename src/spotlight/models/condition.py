@@ -75,6 +75,10 @@ class Condition:
             if tensor.ndim == 2 and tensor.is_floating_point() and name != NEGATIVE_EMBEDS
         )
 
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
     def negative(self, common: Condition) -> Condition:
         """Of the negative prompt about the same reference pictures.
 

@@ -145,7 +145,7 @@ def _read_tile(paths: RunPaths, path: Path) -> Tile:
             frames = _played(image, fps)
             media = frames[0] if len(frames) == 1 else np.stack(frames)
             names = image.info.get("references", "").split()
-            shown = tuple(picture_of(_reference(paths, name)) for name in names)
+            shown = tuple(picture_of(reference_path(paths, name)) for name in names)
             member = int(image.info["member"]) if "member" in image.info else None
             return Tile(media, caption, score, fps, shown, member)
     except (OSError, KeyError, ValueError, ArithmeticError, SyntaxError) as error:
@@ -176,13 +176,16 @@ def _played(image: Image.Image, fps: float) -> list[NDArray[np.uint8]]:
 
 @dataclass(frozen=True, slots=True)
 class TileNote:
-    """A stored image without its pixels; ``rollout`` and ``scores`` of training groups only."""
+    """A stored image without its pixels; ``rollout`` and ``scores`` of training groups only, ``references``
+    the names of :func:`reference_path`.
+    """
 
     path: Path
     caption: str
     score: float
     rollout: str = ""
     scores: Mapping[str, float] = field(default_factory=dict)
+    references: tuple[str, ...] = ()
 
 
 def read_tile_note(path: Path) -> TileNote | None:
@@ -191,7 +194,8 @@ def read_tile_note(path: Path) -> TileNote | None:
         with open_regular(path) as file, open_picture(file, formats=("PNG",)) as image:
             known = {name: float(value) for name, value in json.loads(image.info.get("scores", "{}")).items()}
             rollout = image.info.get("rollout", "")
-            return TileNote(path, image.info["caption"], float(image.info["score"]), rollout, known)
+            about = tuple(image.info.get("references", "").split())
+            return TileNote(path, image.info["caption"], float(image.info["score"]), rollout, known, about)
     except (OSError, KeyError, ValueError, TypeError, AttributeError, RecursionError, SyntaxError):
         return None
 
@@ -259,7 +263,7 @@ def _reference_name(picture: NDArray[np.uint8]) -> str:
     return f"{content.hexdigest()[:16]}.png"
 
 
-def _reference(paths: RunPaths, name: str) -> Path:
+def reference_path(paths: RunPaths, name: str) -> Path:
     """Where a tile's reference is; ValueError if a name or a link leads elsewhere: others may write tiles."""
     folder = _references_folder(paths)
     found = Path(os.path.realpath(folder / name))

@@ -79,7 +79,6 @@ class WorkerLoop:
         epoch: of this process; commands to an earlier process of this worker are ignored.
         commit_every: steps between two commits of a lease.
         capacity: rollouts held at once; None: as many as fit into one forward.
-        conditions_kept: cached prompt embeddings.
         commands: a queue that others hold, too; default: a new one.
         first: a command to obey before them.
 
@@ -99,7 +98,6 @@ class WorkerLoop:
         *,
         capacity: int | None = None,
         patience: Patience | None = None,
-        conditions_kept: int = 256,
         commands: queue.SimpleQueue[Command] | None = None,
         first: Command | None = None,
     ) -> None:
@@ -115,7 +113,7 @@ class WorkerLoop:
         self._first = first
         self._outbox = ReportOutbox(worker, head)
         self._meter = SpeedMeter(dependencies.engine, self._outbox.send)
-        self._starter = RolloutStarter(head, dependencies.engine, dependencies.recipes, conditions_kept)
+        self._starter = RolloutStarter(head, dependencies.engine, dependencies.recipes)
         # Not under autocast: merged weights would be rounded to half precision, a separate adapter is not.
         self._merged = dependencies.engine.autocast is None
         self._model = OpenModel(dependencies.slots, merged=self._merged)

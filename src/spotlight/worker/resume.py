@@ -20,21 +20,15 @@ from spotlight.worker.interfaces import HeadClient
 from spotlight.worker.reports import address
 from spotlight_rewards.base.prompts import PromptId
 
+_KEPT_BYTES = 1 << 30
+"""Of prompts' embeddings, and of latents of their pictures: a video's first frame has up to 10 MB."""
+
 
 class RolloutStarter:
-    """Creates rollout states.
+    """Creates rollout states. Keeps the conditions used last, which no commit holds."""
 
-    Args:
-        conditions_kept: cached prompt embeddings.
-    """
-
-    def __init__(
-        self, head: HeadClient, engine: Engine, recipes: Mapping[Purpose, Recipe], conditions_kept: int = 256
-    ) -> None:
-        if conditions_kept < 1:
-            raise ValueError(f"conditions_kept is {conditions_kept}; expected at least 1")
+    def __init__(self, head: HeadClient, engine: Engine, recipes: Mapping[Purpose, Recipe]) -> None:
         self._head, self._engine, self._recipes = head, engine, recipes
-        self._conditions_kept = conditions_kept
         self._recent: OrderedDict[PromptId, Condition] = OrderedDict()
 
     def start(
@@ -120,8 +114,10 @@ class RolloutStarter:
         for prompt, condition in found.items():
             self._recent[prompt] = condition
             self._recent.move_to_end(prompt)
-        while len(self._recent) > self._conditions_kept:
-            self._recent.popitem(last=False)
+        held = sum(condition.nbytes for condition in self._recent.values())
+        while held > _KEPT_BYTES:
+            _, oldest = self._recent.popitem(last=False)
+            held -= oldest.nbytes
         return found
 
 

@@ -42,6 +42,7 @@ from spotlight_dashboard.shown_runs import LOOKS_EVERY_S, ShownRuns, SilentRunEr
 from spotlight_dashboard.views.findings import RunLimits
 from spotlight_dashboard.views.gallery import FOLDERS
 from spotlight_dashboard.views.gallery import picture as picture_of
+from spotlight_dashboard.views.gallery import reference as reference_of
 from spotlight_dashboard.views.means import means
 from spotlight_dashboard.views.overview import AUDIT_S, silent_headline
 from spotlight_dashboard.voting import add_votes
@@ -145,6 +146,14 @@ def _add_answers(app: FastAPI, shown: ShownRuns, answers: RunAnswers) -> None:
 
     for kind, folder in FOLDERS.items():
         add_pictures(kind, folder)
+
+    @app.get("/api/runs/{name}/reference/{picture}")
+    async def reference(name: str, picture: str) -> Response:
+        run = (await shown.look()).get(name)
+        found = await shown.ask(run, "picture", lambda run: reference_of(run, picture)) if run else None
+        if found is None:
+            return text(404, "no such picture")
+        return Response(found, media_type="image/png", headers={"Cache-Control": "no-cache"})
 
     @app.get("/api/runs/{name}/{what}")
     async def answer(name: str, what: str, request: Request) -> Response:

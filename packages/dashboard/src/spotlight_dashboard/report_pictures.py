@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import base64
 import io
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from PIL import Image, ImageSequence
 
 from spotlight_dashboard.figures import Json
 from spotlight_dashboard.run_folders import RunFolder
-from spotlight_dashboard.views.gallery import FOLDERS, picture_file
+from spotlight_dashboard.views.gallery import FOLDERS, picture_file, reference_file
 from spotlight_rewards.base.files import read_regular
 from spotlight_rewards.base.media_files import open_picture
 
@@ -71,7 +73,7 @@ class PictureBudget:
     """Takes pictures of evaluations and training groups for as long as they fit.
 
     Attributes:
-        taken: data URIs by ``KIND/ITERATION/INDEX``.
+        taken: data URIs by ``KIND/ITERATION/INDEX``, and ``reference/NAME``.
     """
 
     def __init__(self, bytes_max: int = PICTURE_BYTES_MAX) -> None:
@@ -99,10 +101,12 @@ class PictureBudget:
                 continue  # being written, or not a picture
             if uri is None:
                 continue
-            if len(uri) > space:
+            added = {f"{kind}/{iteration}/{picture['index']}": uri, **self._references(run, picture, found)}
+            needed = sum(map(len, added.values()))
+            if needed > space:
                 break
-            space -= len(uri)
-            found[f"{kind}/{iteration}/{picture['index']}"] = uri
+            space -= needed
+            found |= added
             shown.append(picture)
         left_out = len(pictures) - len(shown)
         if not shown or (whole and left_out):
@@ -110,3 +114,15 @@ class PictureBudget:
         self._left -= sum(map(len, found.values()))
         self.taken |= found
         return {**evaluation, "pictures": shown, "left_out": left_out}
+
+    def _references(self, run: RunFolder, picture: Json, met: Mapping[str, str]) -> dict[str, str]:
+        """Those of a picture that are not taken yet; one that cannot be read is left out."""
+        names = picture["references"]
+        assert isinstance(names, list)
+        found: dict[str, str] = {}
+        for name in names:
+            key, path = f"reference/{name}", reference_file(run, name)
+            if path is not None and key not in self.taken and key not in met:
+                with suppress(OSError):
+                    found[key] = embedded(path)
+        return found

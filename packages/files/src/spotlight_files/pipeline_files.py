@@ -105,7 +105,9 @@ class PipelineFiles:
         """The hub's commit, or a hash of all components, which is that of a copy, too."""
         if self.commit is not None:
             return self.commit
-        return contents_of(below(self.root, [self.root / "model_index.json", *self.root.glob("*/**/*")]))
+        # Hidden folders are no components: `hf download --local-dir` writes into .cache each time.
+        found = [self.root / "model_index.json", *self.root.glob("[!.]*/**/*")]
+        return contents_of(below(self.root, found))
 
 
 def locate(

@@ -236,10 +236,10 @@ def _worth_it_here(
 
 
 def _different(ranked: Iterable[EvaluatedCandidate]) -> Iterator[EvaluatedCandidate]:
-    """Without those that only add what is never needed, such as a node on demand that is not taken."""
+    """Without those that only add what changes nothing, such as a node on demand that is never taken."""
     known: set[tuple[object, ...]] = set()
     for one in ranked:
-        cluster = replace(one.candidate, strategy="")
+        cluster = replace(one.candidate, strategy="", next_share=None)
         figures = (cluster, *((start.target_h, start.target_usd) for start in one.runs.outcomes))
         if figures not in known:
             known.add(figures)
@@ -381,7 +381,10 @@ def confirm(
 
 
 def _cut(file: ScenarioFile, runs: StrategyRuns) -> ScenarioFile:
-    """With as much of the trace as ``plan.iterations`` can need: weeks of many nodes take long to prepare."""
+    """With as much of the trace as ``plan.iterations`` can need: weeks of many nodes take long to prepare.
+
+    A generated trace of another length is another trace; where it is as long as the closed form's, the same.
+    """
     longest_h = max(known_or_inf(one.hours_after(file.plan.iterations)) for one in runs.outcomes)
     until_h = min(file.run.until_h, max(HORIZON_H, ROOM * longest_h))
     return file.model_copy(update={"run": file.run.model_copy(update={"until_h": until_h})})

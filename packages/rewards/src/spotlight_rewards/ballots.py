@@ -62,6 +62,7 @@ class Ballot:
     Attributes:
         pictures: their names, see :func:`picture_name`; distinct, ascending.
         asks_name: whether the vote is to say who voted.
+        references: names of the pictures that the prompt is about, which are shown beside them.
         asked_at, ends_at: seconds since the epoch, set by :meth:`BallotBox.open`; then a vote is too late.
     """
 
@@ -70,6 +71,7 @@ class Ballot:
     asks_name: bool = False
     asked_at: float = 0.0
     ends_at: float = 0.0
+    references: tuple[str, ...] = ()
 
     @property
     def id(self) -> str:
@@ -231,8 +233,9 @@ class BallotBox:
         try:
             found = json.loads(read_regular(path, _BALLOT_BYTES_MAX))
             names = tuple(str(name) for name in found["pictures"] if _ID.fullmatch(str(name)))
+            about = tuple(str(name) for name in found.get("references", ()) if _ID.fullmatch(str(name)))
             times = float(found["asked_at"]), float(found["ends_at"])
-            return Ballot(str(found["prompt"]), names, found["asks_name"] is True, *times)
+            return Ballot(str(found["prompt"]), names, found["asks_name"] is True, *times, about)
         except (OSError, ValueError, KeyError, TypeError, RecursionError):  # closed meanwhile, or not ours
             return None
 

@@ -27,6 +27,7 @@ from spotlight_rewards.ballots import (
     Vote,
     picture_name,
 )
+from spotlight_rewards.base.picture_page import picture_of
 from spotlight_rewards.reward import (
     Curves,
     Image,
@@ -74,8 +75,10 @@ class PeoplesVote(Reward):
         names = [picture_name(file) for file in files]
         found = Vote((), 0.0)
         if len(set(names)) > 1:
-            ballot = Ballot(prompts[0], tuple(sorted(set(names))), self.ask_name)
-            pictures = dict(zip(names, files, strict=True))
+            about = [_png(picture) for picture in _references(prompts[0], metadata[0])]
+            shown = tuple(map(picture_name, about))
+            ballot = Ballot(prompts[0], tuple(sorted(set(names))), self.ask_name, references=shown)
+            pictures = dict(zip((*names, *shown), (*files, *about), strict=True))
             box = _box(self.context.run_directory)
             if self.stand_in:
                 levels = {name: float(image.mean()) for name, image in zip(names, images, strict=True)}
@@ -112,6 +115,21 @@ def shares_beaten(names: Sequence[str], ranking: Sequence[str]) -> list[float]:
             for mine in places
         ]
     )
+
+
+def _references(prompt: str, record: Mapping[str, Any]) -> list[Image]:
+    """The pictures that a prompt is about, small. Raises RewardSetupError: one is not on this machine."""
+    paths = record.get("references")
+    found = []
+    for path in paths if isinstance(paths, list | tuple) else ():
+        try:
+            found.append(picture_of(Path(str(path))))
+        except (OSError, ValueError) as error:
+            raise RewardSetupError(
+                f"reward 'vote': the picture {path} that {prompt!r} is about cannot be shown ({error}); "
+                "expected it here, beside the command that trains"
+            ) from error
+    return found
 
 
 def _box(run_directory: str) -> BallotBox:

@@ -63,12 +63,12 @@ class Conditions:
             found |= dict(zip(absent, embedded, strict=True))
         for prompt, condition in found.items():
             if prompt not in self._recent:
-                self._held += _bytes(condition)
+                self._held += condition.nbytes
             self._recent[prompt] = condition
             self._recent.move_to_end(prompt)
         while self._held > self._limit:
             _, oldest = self._recent.popitem(last=False)
-            self._held -= _bytes(oldest)
+            self._held -= oldest.nbytes
         return [found[prompt] for prompt in wanted]
 
     def __getitem__(self, prompt: PromptId) -> Condition:
@@ -78,7 +78,3 @@ class Conditions:
     def _embed(self, inputs: Sequence[ModelInput]) -> None:
         for start in range(0, len(inputs), _CHUNK):
             self._family.encode(inputs[start : start + _CHUNK])
-
-
-def _bytes(condition: Condition) -> int:
-    return sum(tensor.nbytes for tensor in condition.tensors.values())

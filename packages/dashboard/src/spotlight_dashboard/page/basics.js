@@ -77,6 +77,23 @@ function pictureAddress(run, kind, iteration, index) {
   return `api/runs/${encodeURIComponent(run)}/${kind}/${iteration}/${index}`;
 }
 
+/** A picture that prompts are about, by its file's name. */
+function referenceAddress(run, name) {
+  if (INLINED) return INLINED.pictures[`reference/${name}`] ?? "";
+  return `api/runs/${encodeURIComponent(run)}/reference/${encodeURIComponent(name)}`;
+}
+
+/** Pictures that a prompt is about, beside its results. */
+function referencesOf(addresses) {
+  return h(
+    "div",
+    { class: "references" },
+    addresses.map((src) =>
+      h("figure", {}, h("img", { src, alt: "reference", loading: "lazy" }), h("figcaption", {}, "reference")),
+    ),
+  );
+}
+
 // -- numbers in words --
 
 const known = (value) => typeof value === "number" && Number.isFinite(value);

@@ -317,6 +317,7 @@ function pictureCard(run, each, frames, go, iterations, captioned = true) {
         ),
       ),
     ),
+    each.references.length ? referencesOf(each.references.map((name) => referenceAddress(run, name))) : null,
     captioned
       ? h(
           "div",

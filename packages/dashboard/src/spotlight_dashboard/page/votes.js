@@ -177,6 +177,13 @@ function votesView(place, { run }) {
         { class: "faint" },
         "Which shows it best? Choose one, or several in their order, the best first; those not chosen come after them, all alike. Keys: 1, 2, … choose, Enter votes, 0 all alike, Backspace clears.",
       ),
+      ballot.references.length
+        ? referencesOf(
+            ballot.references.map(
+              (name) => `api/runs/${encodeURIComponent(run)}/ballots/${ballot.id}/${name}`,
+            ),
+          )
+        : null,
       h(
         "div",
         { class: "pictures" },

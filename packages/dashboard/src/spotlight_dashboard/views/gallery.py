@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from spotlight.store.images import TileNote, drawn_iterations, read_tile_note
+from spotlight.store.images import TileNote, drawn_iterations, read_tile_note, reference_path
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.picture_names import TILES, TRAINING, tile_path, tiles_of
 from spotlight.store.store_errors import LedgerError
@@ -18,6 +18,7 @@ from spotlight_dashboard.run_folders import RunFolder
 PICTURE_BYTES_MAX = 256 << 20
 """Of a file; videos are pictures, too."""
 _CAPTION_MAX = 20_000
+_REFERENCES_MAX = 16
 FOLDERS = {"picture": TILES, "training": TRAINING}
 """By kind, as the page names it in a picture's address."""
 
@@ -46,6 +47,7 @@ def training_pictures(run: RunFolder, iteration: int) -> Json:
             {
                 "index": index,
                 "caption": note.caption[:_CAPTION_MAX],
+                "references": list(note.references[:_REFERENCES_MAX]),
                 "score": finite(note.score),
                 "rollout": note.rollout or None,
                 "scores": {name: finite(value) for name, value in note.scores.items()},
@@ -73,6 +75,7 @@ def pictures(run: RunFolder, iteration: int) -> Json:
             {
                 "index": index,
                 "caption": note.caption[:_CAPTION_MAX],
+                "references": list(note.references[:_REFERENCES_MAX]),
                 "score": finite(note.score),
                 "rollout": known.rollout if known else None,
                 "seed": known.seed if known else None,
@@ -91,6 +94,20 @@ def picture_file(run: RunFolder, iteration: int, index: int, folder: str = TILES
 def picture(run: RunFolder, iteration: int, index: int, folder: str = TILES) -> bytes | None:
     """What :func:`picture_file` holds; None if there is none."""
     return run.file(tile_path(run.paths, iteration, index, folder), PICTURE_BYTES_MAX)
+
+
+def reference_file(run: RunFolder, name: str) -> Path | None:
+    """The file of a picture that prompts are about, of those within the run's directory."""
+    try:
+        return run.readable(reference_path(run.paths, name))
+    except (ValueError, OSError):
+        return None
+
+
+def reference(run: RunFolder, name: str) -> bytes | None:
+    """What :func:`reference_file` holds; None if there is none."""
+    path = reference_file(run, name)
+    return None if path is None else run.file(path, PICTURE_BYTES_MAX)
 
 
 def _notes(run: RunFolder, iteration: int, folder: str = TILES) -> list[tuple[int, TileNote]]:

@@ -29,6 +29,7 @@ def votes(run: RunFolder) -> Json:
             "id": each.id,
             "prompt": each.prompt[:_PROMPT_MAX],
             "pictures": list(each.pictures),
+            "references": list(each.references),
             "left_s": max(0.0, each.ends_at - now_s),
             "asks_name": each.asks_name,
         }

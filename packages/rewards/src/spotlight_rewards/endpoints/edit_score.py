@@ -12,23 +12,17 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from operator import itemgetter
-from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
-from PIL import ImageOps
-
-from spotlight_rewards.base.media_files import open_picture
 from spotlight_rewards.endpoints.chat import ChatAnswer, Question, curve_of
 from spotlight_rewards.endpoints.json_client import COSTS
 from spotlight_rewards.endpoints.vlm_reward import VlmSampleReward
 from spotlight_rewards.example_pictures import example_picture
+from spotlight_rewards.originals import original_of
 from spotlight_rewards.reward import (
     Curves,
     Image,
-    RewardInputError,
     SampleError,
     adds_over_frames,
     best_with,
@@ -91,7 +85,7 @@ class EditScore(VlmSampleReward[float]):
         return [json.dumps({"score": [first, first + 2]}) for first in range(0, 24, 3)]
 
     def ask(self, image: Image, prompt: str, record: Mapping[str, Any]) -> list[Question]:
-        original = original_of(prompt, record, self.reference)
+        original = original_of(self.name, prompt, record, self.reference)
         faithfulness = FAITHFULNESS.replace("{prompt}", prompt)
         return [Question(faithfulness, (original, image)), Question(QUALITY, (image,))]
 
@@ -107,31 +101,6 @@ class EditScore(VlmSampleReward[float]):
             "faithfulness": curve_of(answers, itemgetter(0)),
             "quality": curve_of(answers, itemgetter(1)),
         }
-
-
-def original_of(prompt: str, record: Mapping[str, Any], field: str | None = None) -> Image:
-    """The picture that a prompt's metadata names: [height, width, 3]. Raises RewardInputError.
-
-    Args:
-        field: the metadata field; None: ``references``, else ``reference``.
-    """
-    name = field or next((each for each in ("references", "reference") if each in record), "references")
-    found = record.get(name)
-    path = found[0] if isinstance(found, list) and found else found
-    if not isinstance(path, str) or not path:
-        raise RewardInputError(
-            f"edit-score reward: {name!r} of the prompt {prompt!r} is {found!r}; expected the path of the "
-            "picture to edit. Add it to its line of the prompts file, or name another field in "
-            "params.reference."
-        )
-    try:
-        return _opened(path)
-    except (OSError, ValueError, SyntaxError) as error:
-        raise RewardInputError(
-            f"edit-score reward: {name!r} of the prompt {prompt!r} is {path!r}, which cannot be read as a "
-            f"picture ({type(error).__name__}: {error}); expected one, by its absolute path or from "
-            f"{Path.cwd()}."
-        ) from error
 
 
 def parse_grade_pair(answer: ChatAnswer) -> float:
@@ -152,9 +121,3 @@ def parse_grade_pair(answer: ChatAnswer) -> float:
             f"{GRADE_MAX:g}. Use an EditScore model, or raise params.tokens_max."
         )
     return float(min(grades))
-
-
-@lru_cache(maxsize=64)  # the members of a group share theirs
-def _opened(path: str) -> Image:
-    with open_picture(Path(path).expanduser()) as picture:
-        return np.asarray(ImageOps.exif_transpose(picture).convert("RGB"))

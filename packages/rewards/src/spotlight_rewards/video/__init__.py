@@ -1,0 +1,1 @@
+"""Rewards that measure a video itself, whatever its prompt."""
