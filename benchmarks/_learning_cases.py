@@ -87,10 +87,10 @@ CASES: Mapping[str, Case] = MappingProxyType(
         "ram": Case(("algorithm.name=ram",)),
         # By the gradient of a network, which the exact detector judges.
         "opsd": Case(("algorithm.name=opsd", _COUNTED)),
-        "few-steps+counted": Case((*_DISTILLED, _COUNTED)),
+        "few-steps+counted": Case((*_DISTILLED, _COUNTED), (2e-3, 4e-3, 8e-3)),
         "few-steps+rvm+counted": Case(("algorithm.name=rvm", *_DISTILLED, _COUNTED)),
         "few-steps+opsd": Case(
-            ("algorithm.name=opsd", "algorithm.query_steps=2", *_DISTILLED, _COUNTED), (3e-4, 1e-3, 3e-3)
+            ("algorithm.name=opsd", "algorithm.query_steps=2", *_DISTILLED, _COUNTED), (1e-3, 3e-3, 6e-3)
         ),
         "refl": Case(("algorithm.name=refl", _COUNTED)),
     }
