@@ -89,7 +89,8 @@ def _parts_but_the_processor(directory: Path) -> dict[str, Any]:
     return {
         name: getattr(importlib.import_module(entry[0]), entry[1]).from_pretrained(directory / name)
         for name, entry in index.items()
-        if isinstance(entry, list) and entry[0] and "Processor" not in entry[1] and name != "sample_sigmas"
+        if isinstance(entry, list) and entry[0] and name != "sample_sigmas"
+        if "Processor" not in entry[1] or name == "image_processor"
     }
 
 
