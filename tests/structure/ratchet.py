@@ -1,4 +1,4 @@
-"""Figures of the code that may only shrink, and the file that holds them.
+"""Figures of the code and its documentation that may only shrink, and the file that holds them.
 
     python -m tests.structure.ratchet                      # today's figures beside the committed ones
     python -m tests.structure.ratchet --update             # commit smaller ones; refuses larger ones
@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TypedDict
 
-from scripts.measure_structure import measure, packages_of, walk
+from scripts.measure_structure import documentation_words, measure, packages_of, walk
 
 ROOT = Path(__file__).parents[2]
 FIGURES = Path(__file__).with_name("figures.json")
@@ -76,6 +76,7 @@ def measured() -> dict[str, int]:
     figures["code lines of all packages"] = sum(
         value for name, value in figures.items() if name.endswith(": code lines")
     )
+    figures["documentation words"] = documentation_words(ROOT)
     figures["names that occur twice"] = sum(number > 1 for number in definitions.values())
     figures |= {name: words[name] for name in ("private words", "refusals by hand")}
     return figures | {f"names with {word!r}": words[word] for word in HOMONYMS}
