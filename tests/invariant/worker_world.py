@@ -207,7 +207,6 @@ def loop(
     commit_every: int = 1,
     capacity: int | None = None,
     patience: Patience = WAITS,
-    conditions_kept: int = 256,
 ) -> tuple[WorkerLoop, SeededLoader]:
     loader = SeededLoader(body.slots)
     worker = WorkerLoop(
@@ -219,7 +218,6 @@ def loop(
         commit_every,
         capacity=capacity,
         patience=patience,
-        conditions_kept=conditions_kept,
     )
     return worker, loader
 

@@ -519,11 +519,10 @@ FOUR_STEPS = Path(__file__).parents[2] / "examples/testbed-four-steps.yaml"
 
 
 def test_four_steps_suffice_for_every_kind_of_algorithm() -> None:
-    counted = "rewards=[{name: shape-counter}]"
-    nft, rvm = (
-        load_config(FOUR_STEPS, more) for more in ([], ["algorithm={name: rvm, noise_levels: steps}"])
-    )
-    assert nft.algorithm.model_dump()["noise_levels"] == rvm.algorithm.model_dump()["noise_levels"] == "steps"
+    counted, of_steps = "rewards=[{name: shape-counter}]", {"noise_levels": "steps"}
+    for name in ("diffusion-nft", "rvm"):
+        found = load_config(FOUR_STEPS, [f"algorithm={{name: {name}, noise_levels: steps}}"])
+        assert of_steps.items() <= found.algorithm.model_dump().items()
     opsd = load_config(FOUR_STEPS, ["algorithm.name=opsd", counted])
     passes = count_passes(opsd, 0)
     assert (passes.rollout, passes.policy, passes.old) == (192 * 3, 192, 0)
@@ -535,7 +534,10 @@ def test_four_steps_suffice_for_every_kind_of_algorithm() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["algorithm.train_timesteps=5"], "algorithm.train_timesteps: found 5; .*Lower it to 4"),
+        (
+            ["algorithm.train_timesteps=5", "algorithm.noise_levels=steps"],
+            "algorithm.train_timesteps: found 5; .*Lower it to 4",
+        ),
         (["algorithm={name: opsd, query_steps: 5}"], "algorithm.query_steps: found 5; expected at most"),
         (
             [
