@@ -256,5 +256,5 @@ def test_a_programs_prompts_are_the_same_wherever_the_cache_lies(tmp_path: Path)
         (prompt,) = read(file, cache, None, file).train
         assert Path(prompt.references[0]).parent == cache / "pictures"
         ids.add(prompt.id)
-        texts.add(file.read_text())
+        texts.add(file.read_text(encoding="utf-8"))
     assert len(ids) == len(texts) == 1

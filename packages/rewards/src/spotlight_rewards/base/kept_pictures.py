@@ -87,8 +87,8 @@ def with_kept(value: Any, folder: Path, within: Sequence[Path] = ()) -> Any:
             return keep(content, folder)
         if content is not None or not isinstance(path, str):
             raise ValueError(
-                f"bytes of {type(content).__name__} and a path of {type(path).__name__}; expected a picture's "
-                "file as bytes, or its path as a text"
+                f"bytes of {type(content).__name__} and a path of {type(path).__name__}; expected a "
+                "picture's file as bytes, or its path as a text"
             )
         return keep(read_regular(_inside(path, within), PICTURE_BYTES_MAX), folder)
     if hasattr(value, "save") and hasattr(value, "getbands"):
