@@ -20,7 +20,7 @@ from spotlight.store.checkpoints import CheckpointStore
 from spotlight.testbed import PIPELINE_DIR
 from spotlight_files import file_contents, hub_snapshot
 from spotlight_rewards.base.file_errors import StoreError
-from spotlight_rewards.base.prompt_files import parse_prompts
+from spotlight_rewards.base.prompt_files import parse_prompts, with_found_pictures
 
 LORA = "pytorch_lora_weights.safetensors"
 
@@ -82,6 +82,17 @@ def test_a_copy_is_the_same_and_an_older_checkpoint_says_nothing(
     config = load_config(None, [*overrides, f"model.path={copied}"])
     assert files_read(config, pictured(tmp_path)) == found
     require_same_files({}, found, config)
+
+
+def test_pictures_are_the_same_wherever_they_lie(tmp_path: Path) -> None:
+    found = set[str]()
+    for name, content in (("here", b"a cat"), ("there", b"a cat"), ("changed", b"a dog")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "cat.png").write_bytes(content)
+        prompts = parse_prompts('{"prompt": "a cat", "references": ["cat.png"]}', "train.jsonl")
+        prompts = with_found_pictures(prompts, str(tmp_path / name / "train.jsonl"))
+        found.add(files_read(load_config(None, []), Prompts(tuple(prompts), ()))["data.train"])
+    assert len(found) == 2
 
 
 def test_pictures_may_change_where_the_command_names_the_run(tmp_path: Path, overrides: list[str]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
+from PIL import ExifTags, Image, ImageOps
 from test_hostile_files import png, soon
 
 from spotlight.api.arguments import prompt_files
@@ -151,6 +151,19 @@ def test_a_picture_may_be_a_file_of_the_data_set_and_no_other(tmp_path: Path) ->
             read(parquet(own / "train.parquet", rows), tmp_path / "cache", "image")
 
 
+@pytest.mark.parametrize(
+    "cell",
+    [
+        {"bytes": 10**13, "path": None},  # bytes() would make so many zeros
+        {"bytes": "no bytes", "path": "cat.png"},
+        {"bytes": None, "path": None},
+    ],
+)
+def test_a_cell_that_only_looks_like_a_picture_is_refused(tmp_path: Path, cell: dict[str, object]) -> None:
+    with soon(), pytest.raises(ValueError, match="expected a picture's file as bytes, or its path as a text"):
+        with_kept(cell, tmp_path, [tmp_path])
+
+
 @pytest.mark.slow
 def test_a_data_set_of_hugging_face_holds_its_pictures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -172,9 +185,17 @@ def test_a_data_set_of_the_hub_names_no_file_of_this_machine(
 ) -> None:
     from spotlight_rewards.base import prompt_datasets
 
-    (tmp_path / "private.png").write_bytes(picture())
-    for column in ("references", "pictures", "image"):
-        value: object = [str(tmp_path / "private.png")]
+    private = tmp_path / "private.png"
+    private.write_bytes(picture())
+    media = MEDIA | {"uri": str(private)}
+    for column, value in [
+        ("references", [str(private)]),
+        ("pictures", [str(private)]),
+        ("image", [str(private)]),
+        ("image", str(private)),
+        ("image", media),
+        ("image", [media]),
+    ]:
         monkeypatch.setattr(
             prompt_datasets, "_rows", lambda *_, name=column, found=value: [{"prompt": "a", name: found}]
         )
@@ -210,3 +231,30 @@ def test_pictures_of_a_program_are_kept_as_files(tmp_path: Path) -> None:
     assert with_kept({"a": 1}, tmp_path) == {"a": 1}
     assert kept_path("sha256:" + "A" * 64, tmp_path) is None
     assert paths_of([MEDIA, "b.png"]) == ["cat.png", "b.png"]
+
+
+@pytest.mark.parametrize("mode", ["RGB", "CMYK"])
+def test_a_picture_of_a_program_is_kept_as_its_file_is_read(tmp_path: Path, mode: str) -> None:
+    original = Image.new("RGB", (16, 8), "red")
+    original.paste("blue", (8, 0, 16, 8))
+    turned = original.getexif()
+    turned[ExifTags.Base.Orientation] = 6
+    original.convert(mode).save(tmp_path / "a.jpg", exif=turned, quality=100)
+    name = with_kept(Image.open(tmp_path / "a.jpg"), tmp_path)
+    kept = Image.open(kept_path(name, tmp_path) or "")
+    with Image.open(tmp_path / "a.jpg") as file:
+        wanted = ImageOps.exif_transpose(file).convert("RGB")
+    assert kept.size == wanted.size == (8, 16)
+    assert kept.convert("RGB").tobytes() == wanted.tobytes()
+
+
+def test_a_programs_prompts_are_the_same_wherever_the_cache_lies(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "references": [Image.new("RGB", (8, 8), "red")]}]
+    ids, texts = set(), set()
+    for cache in (tmp_path / "here", tmp_path / "there"):
+        file = Path(prompt_files(rows, rows, cache)["data.train"])
+        (prompt,) = read(file, cache, None, file).train
+        assert Path(prompt.references[0]).parent == cache / "pictures"
+        ids.add(prompt.id)
+        texts.add(file.read_text(encoding="utf-8"))
+    assert len(ids) == len(texts) == 1

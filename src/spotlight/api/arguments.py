@@ -13,8 +13,8 @@ from typing import Any, NoReturn, TypeAlias
 
 from spotlight_rewards.base.errors import ConfigError, Problem
 from spotlight_rewards.base.files import write_atomically
-from spotlight_rewards.base.kept_pictures import PICTURES_FOLDER, with_kept
-from spotlight_rewards.base.prompt_files import parse_record, with_found_pictures
+from spotlight_rewards.base.kept_pictures import PICTURES_FOLDER, kept_path, with_kept
+from spotlight_rewards.base.prompt_files import PICTURE_KEYS, parse_record, with_found_pictures
 from spotlight_rewards.base.prompts import Prompt, PromptId
 
 PromptsArgument: TypeAlias = str | Path | Sequence[str] | Iterable[Mapping[str, Any]]
@@ -153,8 +153,24 @@ def _records(key: str, prompts: Any, kept: Path) -> list[dict[str, Any]]:
             earlier = f"each prompt once; it is {key}[{list(found).index(prompt.id)}] too"
             _refuse(f"{key}[{number}]", each, earlier, "Leave it out, as list(dict.fromkeys(texts)) does.")
         found[prompt.id] = prompt
-    prompts = with_found_pictures(list(found.values()), key, kept)
-    return [{"prompt": each.text, **each.metadata} for each in prompts]
+    given = list(found.values())
+    prompts = with_found_pictures(given, key, kept)
+    return [
+        {"prompt": each.text, **each.metadata, **_kept_names(before, each, kept)}
+        for before, each in zip(given, prompts, strict=True)
+    ]
+
+
+def _kept_names(given: Prompt, found: Prompt, kept: Path) -> dict[str, list[str]]:
+    """Kept pictures by their digests, so a prompt's id does not depend on where the cache lies."""
+    return {
+        key: [
+            path if kept_path(name, kept) is None else name
+            for name, path in zip(given.paths(key), found.paths(key), strict=True)
+        ]
+        for key in PICTURE_KEYS
+        if found.paths(key)
+    }
 
 
 def _filled(rows: list[Any]) -> list[Any]:

@@ -109,7 +109,7 @@ class HunyuanVideo15(ModelFamily):
 
     @classmethod
     def loading_lines(cls, scale: float) -> tuple[str, ...]:
-        return (f"pipe.guider = pipe.guider.new(guidance_scale={scale!r})",)
+        return (f"pipe.guider = pipe.guider.new(guidance_scale={scale!r}, enabled=True)",)
 
     @classmethod
     def call_arguments(cls, scale: float, embedded: float | None) -> dict[str, object]:

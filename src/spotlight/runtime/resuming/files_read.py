@@ -63,5 +63,9 @@ def _weights(given: str) -> str | None:
 
 
 def _pictures(prompts: Iterable[Prompt]) -> dict[str, Path]:
-    named = (each for prompt in prompts for each in (*prompt.references, *prompt.pictures))
-    return {each: path for each in named if (path := Path(each)).is_file()}
+    """By the prompts that name them: where they lie may be another place on another machine."""
+    found: dict[Path, str] = {}
+    for prompt in sorted(prompts, key=lambda each: each.id):
+        for number, path in enumerate((*prompt.references, *prompt.pictures)):
+            found.setdefault(Path(path), f"{prompt.id}/{number}")
+    return {name: path for path, name in found.items() if path.is_file()}

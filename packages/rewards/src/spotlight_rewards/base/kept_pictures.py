@@ -21,6 +21,8 @@ PICTURES_FOLDER = "pictures"
 PICTURE_BYTES_MAX = 1 << 26
 """Of one picture's file."""
 _NAME = re.compile(r"sha256:([0-9a-f]{64})")
+_NOT_IN_PNG = ("CMYK", "YCbCr")
+"""Modes of JPEGs."""
 _CONDITION = ("image", "condition")
 """``modality`` and ``role`` of what a prompt is about, in UniRL's ``media``."""
 
@@ -80,14 +82,27 @@ def with_kept(value: Any, folder: Path, within: Sequence[Path] = ()) -> Any:
     if isinstance(value, list | tuple):
         return [with_kept(each, folder, within) for each in value]
     if isinstance(value, Mapping) and value.keys() == {"bytes", "path"}:
-        if value["bytes"] is not None:
-            return keep(bytes(value["bytes"]), folder)
-        return keep(read_regular(_inside(str(value["path"]), within), PICTURE_BYTES_MAX), folder)
+        content, path = value["bytes"], value["path"]
+        if isinstance(content, bytes):
+            return keep(content, folder)
+        if content is not None or not isinstance(path, str):
+            raise ValueError(
+                f"bytes of {type(content).__name__} and a path of {type(path).__name__}; expected a "
+                "picture's file as bytes, or its path as a text"
+            )
+        return keep(read_regular(_inside(path, within), PICTURE_BYTES_MAX), folder)
     if hasattr(value, "save") and hasattr(value, "getbands"):
-        buffer = io.BytesIO()
-        value.save(buffer, "PNG")
-        return keep(buffer.getvalue(), folder)
+        return keep(_as_png(value), folder)
     return value
+
+
+def _as_png(picture: Any) -> bytes:
+    """Upright, as a file of it is read: PNGs are written without the EXIF data that turn it."""
+    from PIL import ImageOps
+
+    picture, buffer = ImageOps.exif_transpose(picture), io.BytesIO()
+    (picture.convert("RGB") if picture.mode in _NOT_IN_PNG else picture).save(buffer, "PNG")
+    return buffer.getvalue()
 
 
 def _inside(path: str, within: Sequence[Path]) -> Path:

@@ -94,12 +94,13 @@ def _refuse_files(row: Mapping[str, Any], references: str | None) -> None:
     """Whoever wrote a data set of the hub may not choose files of this machine."""
     for name in (references, "references", "pictures"):
         value = row.get(name) if name is not None else None
-        entries = value if isinstance(value, list) else [value]
-        for path in (each for each in entries if isinstance(each, str)):
-            raise ValueError(
-                f"its column {name!r} names the file {path[:60]!r}; expected the pictures themselves (a "
-                "feature Image): download the data set, and give the folder"
-            )
+        for entry in value if isinstance(value, list) else [value]:
+            path = entry.get("uri") if isinstance(entry, Mapping) else entry
+            if isinstance(path, str):
+                raise ValueError(
+                    f"its column {name!r} names the file {path[:60]!r}; expected the pictures themselves (a "
+                    "feature Image): download the data set, and give the folder"
+                )
 
 
 def _cells(row: Mapping[str, Any]) -> Iterator[str]:

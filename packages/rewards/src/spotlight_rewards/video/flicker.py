@@ -1,8 +1,8 @@
 """The reward ``flicker``: a video whose brightness does not jump back and forth.
 
 Per cell of a grid, mean luma L of each frame; the flicker is the mean over cells and frames of
-|L[t-1] - 2 L[t] + L[t+1]| / 4. Brightness that goes a level up and a level down in turn has a flicker of 1; a
-fade at a constant pace has none. Things that move through cells add a little.
+|L[t-1] - 2 L[t] + L[t+1]| / 4. Brightness that is a level above and a level below its mean in turn has a
+flicker of 1; a fade at a constant pace has none. Things that move through cells add a little.
 """
 
 from __future__ import annotations
