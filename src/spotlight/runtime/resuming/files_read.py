@@ -63,5 +63,6 @@ def _weights(given: str) -> str | None:
 
 
 def _pictures(prompts: Iterable[Prompt]) -> dict[str, Path]:
-    named = (each for prompt in prompts for each in (*prompt.references, *prompt.pictures))
-    return {each: path for each in named if (path := Path(each)).is_file()}
+    """By their order, since another machine may have them elsewhere."""
+    named = dict.fromkeys(each for prompt in prompts for each in (*prompt.references, *prompt.pictures))
+    return {str(number): path for number, each in enumerate(named) if (path := Path(each)).is_file()}
