@@ -348,7 +348,9 @@ def _asked_iteration(
 ) -> int | None:
     """Of the checkpoint that is asked for; None: the newest. Raises StoreError."""
     if best is not None and iteration is not None:
-        raise StoreError(f"{directory}: iteration {iteration} and the best; expected one of the two. Leave one out.")
+        raise StoreError(
+            f"{directory}: iteration {iteration} and the best; expected one of the two. Leave one out."
+        )
     if not checkpoints.any_committed:
         raise StoreError(f"{directory}: no checkpoint yet; let `spotlight train` finish an iteration.")
     if best is not None:
