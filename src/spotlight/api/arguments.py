@@ -41,7 +41,7 @@ def _plain(value: object) -> object:
     found = _unwrapped(value)
     if found is not value:
         return found
-    return str(value) if isinstance(value, Path) else list(value)  # type: ignore[call-overload]
+    return str(value) if isinstance(value, Path) else list(value)
 
 
 def _unwrapped(cell: Any) -> Any:
