@@ -226,7 +226,8 @@ def test_python_reads_goes_on_with_and_forks_a_run_in_a_bucket(
     assert "data:image" in page.read_text(encoding="utf-8")
     read = tmp_path / "screens" / "spotlight" / "bucket" / "s3" / BUCKET / "runs" / "read" / "demo"
     assert (read / "card" / "before-after.png").is_file()
-    assert not list(read.rglob("*.safetensors"))
+    assert "load_lora_weights" in (read / "card" / "README.md").read_text(encoding="utf-8")
+    assert not list((read / "checkpoints").rglob("*.safetensors"))
 
     longer = run.train(iterations=3, plain=True)
     assert longer.finished

@@ -25,6 +25,7 @@ from spotlight.cli.runs.progress import Facts
 from spotlight.config.load import dump_config, load_config
 from spotlight.data.datasets import load_prompts, read_prompts
 from spotlight.scheduler.types import Phase
+from spotlight_files.model_errors import ModelError
 from spotlight_rewards.base.errors import ConfigError
 from spotlight_rewards.base.file_errors import StoreError
 from spotlight_rewards.pool import channel
@@ -113,6 +114,22 @@ def test_arguments_are_those_of_a_file(tmp_path: Path) -> None:
     assert dump_config(loaded) == dump_config(load_config(Path(os.devnull), ["rollout={steps: 8}"]))
     with pytest.raises(ConfigError, match=r"rollout.stepps.*Did you mean 'steps'"):
         spotlight.train(rollout={"stepps": 3})
+    numbers = {"iterations": np.int64(3), "learner": {"betas": np.array([0.5, 0.25])}}
+    assert list(overrides_of(numbers)) == ["iterations=3", "learner.betas=[0.5, 0.25]"]
+    with pytest.raises(ModelError, match=r"none does not exist"):
+        spotlight.train(
+            model=tmp_path / "none",
+            prompts=PROMPTS,
+            rewards=["jpeg_size"],
+            cache_dir=tmp_path,
+            runs_dir=tmp_path,
+        )
+
+
+def test_a_checkpoint_asked_for_both_ways_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(dump_config(load_config(Path(os.devnull))), encoding="utf-8")
+    with pytest.raises(StoreError, match="iteration 1 and the best; expected one of the two"):
+        spotlight.open(tmp_path).export(tmp_path / "lora", iteration=1, best=True, device="cpu")
 
 
 def scored(section: dict[str, Any]) -> list[float]:
@@ -231,7 +248,8 @@ def test_empty_cells_of_tables_are_left_out_as_of_files(tmp_path: Path) -> None:
     expected = read_prompts("data.test", tmp_path / "file.parquet")
     assert [dict(prompt.metadata) for prompt in expected][1] == {}
     datasets = pytest.importorskip("datasets")
-    for table in (frame, frame.convert_dtypes(), datasets.Dataset.from_dict(columns)):
+    again = pandas.read_parquet(tmp_path / "file.parquet")  # its lists are arrays
+    for table in (frame, frame.convert_dtypes(), again, datasets.Dataset.from_dict(columns)):
         files = prompt_files("train.txt", table, tmp_path)
         assert read_prompts("data.test", Path(files["data.test"])) == expected
     files = prompt_files("train.txt", frame["prompt"], tmp_path)

@@ -79,8 +79,9 @@ def test_a_copy_is_the_same_and_an_older_checkpoint_says_nothing(
     shutil.copytree(tmp_path / "pipeline", copied)
     (copied / ".cache/huggingface").mkdir(parents=True)  # of `hf download --local-dir`
     (copied / ".cache/huggingface/model_index.json.metadata").write_text("when it was loaded")
+    shutil.copy(tmp_path / "cat.png", copied)
     config = load_config(None, [*overrides, f"model.path={copied}"])
-    assert files_read(config, pictured(tmp_path)) == found
+    assert files_read(config, pictured(copied)) == found
     require_same_files({}, found, config)
 
 

@@ -199,7 +199,7 @@ def test_what_only_other_trainers_read_is_refused(tmp_path: Path) -> None:
         "'image' in 1 of its 2 prompts",
     ]
     assert "rollout.negative_prompt" in str(caught.value)
-    assert "'references'" in str(caught.value)
+    assert "data.reference_column=image" in str(caught.value)
 
 
 def test_prompts_that_nobody_set_are_the_testbeds_only_with_the_testbed(tmp_path: Path) -> None:

@@ -38,7 +38,15 @@ def overrides_of(keys: Mapping[str, Any], section: str = "") -> Iterator[str]:
 
 
 def _plain(value: object) -> object:
-    return str(value) if isinstance(value, Path) else list(value)  # type: ignore[call-overload]
+    found = _unwrapped(value)
+    if found is not value:
+        return found
+    return str(value) if isinstance(value, Path) else list(value)
+
+
+def _unwrapped(cell: Any) -> Any:
+    """Of NumPy's numbers and rows, such as pandas reads lists of Parquet as, Python's."""
+    return cell.tolist() if getattr(cell, "ndim", None) in (0, 1) and hasattr(cell, "tolist") else cell
 
 
 def rewards_of(rewards: object, run: Path, cache: Path) -> list[dict[str, Any]]:
@@ -146,7 +154,8 @@ def _records(key: str, prompts: Any, kept: Path) -> list[dict[str, Any]]:
         if not isinstance(record, Mapping) or not isinstance(record.get("prompt"), str):
             _refuse(key, each, expected, "Correct it, or rename the column of the texts.")
         try:
-            prompt = parse_record(json.dumps({name: with_kept(each, kept) for name, each in record.items()}))
+            cells = {name: with_kept(_unwrapped(cell), kept) for name, cell in record.items()}
+            prompt = parse_record(json.dumps(cells))
         except (TypeError, ValueError, OSError) as error:  # no JSON, or nothing to train on
             _refuse(f"{key}[{number}]", each, expected, f"{error}. Correct it, or leave the column out.")
         if prompt.id in found:

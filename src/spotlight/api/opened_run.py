@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from spotlight.store.ledger.ledger_audit import AuditReport
 
 log = logging.getLogger("spotlight")
+_AT = ("iteration", "samples_trained", "wall_s")
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Run:
     @property
     def metrics(self) -> DataFrame:
         """A row per iteration, a column per curve."""
-        return _frame(
+        rows = (
             {
                 "iteration": row.iteration,
                 "samples_trained": row.samples_trained,
@@ -70,16 +71,18 @@ class Run:
             }
             for row in self.record.rows
         )
+        return _frame(rows, _AT)
 
     @property
     def evaluations(self) -> DataFrame:
         """A row per validation: the mean of each curve, and its standard error as ``CURVE_stderr``."""
-        return _frame(
+        rows = (
             {"iteration": row.iteration, "samples_trained": row.samples_trained, "wall_s": row.wall_s}
             | {name: mean.mean for name, mean in row.scores.items()}
             | {f"{name}_stderr": mean.stderr for name, mean in row.scores.items()}
             for row in self.record.validations
         )
+        return _frame(rows, _AT)
 
     @property
     def samples(self) -> DataFrame:
@@ -95,7 +98,7 @@ class Run:
                 (REWARD,),
             )
             names = [each[0] for each in found.description]
-            return _frame(dict(zip(names, row, strict=True)) for row in found)
+            return _frame((dict(zip(names, row, strict=True)) for row in found), names)
 
     def pictures(self, iteration: int) -> Path:
         """The grid of held-out pictures after so many iterations. Raises StoreError if there is none."""
@@ -227,10 +230,11 @@ class Run:
         return f"<b>{name}</b><table><tr><th>iteration</th>{head}</tr>{rows}</table>"
 
 
-def _frame(rows: Iterable[Mapping[str, Any]]) -> DataFrame:
+def _frame(rows: Iterable[Mapping[str, Any]], first: Sequence[str]) -> DataFrame:
+    """Of a run that has just begun too, which has the ``first`` columns and no row."""
     from pandas import DataFrame  # slow to import
 
-    return DataFrame(list(rows))
+    return DataFrame(list(rows) or {name: [] for name in first})
 
 
 def open(directory: str | Path) -> Run:

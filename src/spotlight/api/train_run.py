@@ -30,7 +30,7 @@ class RunStoppedError(UserError, RuntimeError):
 
 def train(
     *,
-    model: str | dict[str, Any] | None = None,
+    model: str | Path | dict[str, Any] | None = None,
     prompts: PromptsArgument | None = None,
     test_prompts: PromptsArgument | None = None,
     rewards: Sequence[RewardArgument] | None = None,
@@ -64,7 +64,7 @@ def train(
         RunStoppedError: the run stopped by an error.
     """
     sections = {
-        "model": {"path": model} if isinstance(model, str) else model or {},
+        "model": {"path": str(model)} if isinstance(model, str | Path) else model or {},
         "algorithm": {"name": algorithm} if isinstance(algorithm, str) else algorithm or {},
     }
     given = [*overrides_of({name: each for name, each in sections.items() if each}), *overrides_of(keys)]

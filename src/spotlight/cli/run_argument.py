@@ -12,7 +12,9 @@ from spotlight_rewards.commands.exit_codes import errors_without_traceback, fail
 RUNS = Path("runs")
 
 
-def find_run(text: str, wanted: Literal["light", "pictures", "checkpoint", "all"] = "checkpoint") -> Path:
+def find_run(
+    text: str, wanted: Literal["light", "pictures", "lora", "checkpoint", "all"] = "checkpoint"
+) -> Path:
     """The run directory named by ``text``; otherwise list the existing ones and exit.
 
     Args:

@@ -89,7 +89,7 @@ class TrainedRun:
             quantize: in the place of ``model.quantize``.
 
         Raises:
-            StoreError: not a run directory, or no checkpoint yet, or not that one.
+            StoreError: not a run directory, or no checkpoint yet, or not that one, or asked for both ways.
             ModelError: the model is missing, the run has no such weights, or it trained what to quantise.
         """
         paths = RunPaths(directory)
@@ -347,6 +347,10 @@ def _asked_iteration(
     directory: Path, checkpoints: CheckpointStore, iteration: int | None, best: str | None
 ) -> int | None:
     """Of the checkpoint that is asked for; None: the newest. Raises StoreError."""
+    if best is not None and iteration is not None:
+        raise StoreError(
+            f"{directory}: iteration {iteration} and the best; expected one of the two. Leave one out."
+        )
     if not checkpoints.any_committed:
         raise StoreError(f"{directory}: no checkpoint yet; let `spotlight train` finish an iteration.")
     if best is not None:

@@ -24,4 +24,5 @@ def card(run: RunArgument) -> None:
     from spotlight.report.record import read_run
 
     with errors_without_traceback():
+        find_run(run, "lora")  # which its snippet loads
         typer.echo(printable(write_card(read_run(find_run(run, "pictures")))))

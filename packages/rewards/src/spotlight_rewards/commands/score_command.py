@@ -83,11 +83,16 @@ def score(
 ) -> None:
     """Score pictures with a reward: the processes, checks and failures are those of training.
 
+    To score a checkpoint of a run, first draw with it: spotlight generate,
+    with --iteration N or --best.
+
     Exit status: 0 all scored, 1 some could not be, 2 not started or no sheet drawn.
 
     [bold]Examples[/bold]
 
       spotlight score pickscore runs/demo/generated
+
+      spotlight generate demo --best --prompts p.txt --out best && spotlight score pickscore best
 
       spotlight score pickscore a.png b.png --prompt "two red circles"
 
