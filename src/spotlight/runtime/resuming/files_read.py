@@ -63,9 +63,6 @@ def _weights(given: str) -> str | None:
 
 
 def _pictures(prompts: Iterable[Prompt]) -> dict[str, Path]:
-    """By the prompts that name them: where they lie may be another place on another machine."""
-    found: dict[Path, str] = {}
-    for prompt in sorted(prompts, key=lambda each: each.id):
-        for number, path in enumerate((*prompt.references, *prompt.pictures)):
-            found.setdefault(Path(path), f"{prompt.id}/{number}")
-    return {name: path for path, name in found.items() if path.is_file()}
+    """By their order, since another machine may have them elsewhere."""
+    named = dict.fromkeys(each for prompt in prompts for each in (*prompt.references, *prompt.pictures))
+    return {str(number): path for number, each in enumerate(named) if (path := Path(each)).is_file()}
