@@ -263,7 +263,13 @@ def _explain(detail: ErrorDetails, algorithm: type[AlgorithmSection] | None) -> 
         return Problem(key, repr(text), "a list of sections" if len(parts) == 1 else "a section", remedy)
     if detail["type"] in _SHAPES:
         return Problem(key, repr(detail["input"]), *_SHAPES[detail["type"]])
-    expected = re.sub(r"^(Input should be |Value error, |\w+ should (have|match) )", "", detail["msg"])
+    if detail["type"] == "too_short":
+        items = f"at least {detail['ctx']['min_length']} item"
+        return Problem(key, repr(detail["input"]), items, "Add one in the brackets: [ITEM].")
+    if detail["type"] == "string_pattern_mismatch":
+        expected = "letters, digits and any of . _ -, the first a letter or digit"
+        return Problem(key, repr(detail["input"]), expected, _default_of(parts, algorithm))
+    expected = re.sub(r"^(Input should be |Value error, |\w+ should have )", "", detail["msg"])
     named = "entry points" in expected
     other = absent_remedy(detail["input"]) if named else _default_of(parts, algorithm)
     return Problem(key, repr(detail["input"]), expected, _nearest(detail["input"], expected) or other)
