@@ -6,10 +6,13 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spotlight_rewards.reward import Image, takes_groups
+import numpy as np
+
+from spotlight_rewards.reward import Gradient, Image, Reward, takes_groups
 
 GATE = "REWARD_FUNCTIONS_WAIT_FOR"
 """Environment variable: the file that must be there before ``moody`` scores; unset: none."""
@@ -60,3 +63,26 @@ def brightest(
     """How many others of the group are darker."""
     levels = [float(image.mean()) for image in images]
     return [float(sum(other < level for other in levels)) for level in levels]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Redder(Reward):
+    """How much more red than green a picture has, in [-1, 1]: linear in its pixels."""
+
+    def __call__(
+        self, images: Sequence[Image], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
+    ) -> list[float]:
+        return [
+            float((image / 255 * slope).sum())
+            for image, slope in zip(images, map(_slope, images), strict=True)
+        ]
+
+    def gradient(
+        self, images: Sequence[Image], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
+    ) -> list[Gradient]:
+        return [_slope(image) for image in images]
+
+
+def _slope(image: Image) -> Gradient:
+    height, width, _ = image.shape
+    return np.full(image.shape, [1, -1, 0], np.float32) / (height * width)

@@ -14,6 +14,8 @@ from spotlight_rewards.base.errors import ConfigError
 
 COUNTER = "rewards=[{name: shape-counter}, {name: jpeg_size, weight: 0}]"
 SIZES = ("rollout.prompts_per_iteration=4", "rollout.group_size=4", "learner.micro_batch_size=8")
+RISES = 0.1
+"""Of the share of red less that of green."""
 RATES = {"opsd": "learner.learning_rate=1e-2", "refl": "learner.learning_rate=3e-3"}
 
 
@@ -64,14 +66,15 @@ def test_two_ranks_do_what_one_does(job: Job, algorithm: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", RATES)
-def test_a_run_raises_a_differentiable_reward_of_the_testbed(job: Job, algorithm: str) -> None:
+def test_a_run_raises_a_differentiable_reward(job: Job, algorithm: str) -> None:
     testbed = ("model.path=testbed", "rollout.height=32", "rollout.width=32", "rollout.steps=10")
     sizes = ("rollout.prompts_per_iteration=8", "rollout.group_size=8", "learner.micro_batch_size=32")
-    rate = ("learner.lora.rank=32", "learner.learning_rate=2e-3", "iterations=8", "evaluation.every=8")
-    job.train(f"{algorithm}-learns", *arguments(job, "", algorithm)[1:], *testbed, *sizes, *rate)
+    rate = ("learner.lora.rank=32", "learner.learning_rate=1e-2", "iterations=8", "evaluation.every=8")
+    redder = "rewards=[{name: 'reward_functions:Redder'}]"
+    job.train(f"{algorithm}-learns", *arguments(job, "", algorithm)[1:], redder, *testbed, *sizes, *rate)
     rows = [row.values for row in read_metrics(job.root / f"{algorithm}-learns")]
     rewards = [row["rollout/reward"] for row in rows if "rollout/reward" in row]
-    assert fmean(rewards[-3:]) > fmean(rewards[:3]) + 0.3, rewards
+    assert fmean(rewards[-3:]) > fmean(rewards[:3]) + RISES, rewards
 
 
 def test_a_reward_without_a_gradient_is_refused_by_a_list_of_those_that_have_one(job: Job) -> None:
