@@ -69,7 +69,12 @@ def test_two_ranks_do_what_one_does(job: Job, algorithm: str) -> None:
 def test_a_run_raises_a_differentiable_reward(job: Job, algorithm: str) -> None:
     testbed = ("model.path=testbed", "rollout.height=32", "rollout.width=32", "rollout.steps=10")
     sizes = ("rollout.prompts_per_iteration=8", "rollout.group_size=8", "learner.micro_batch_size=32")
-    rate = ("learner.lora.rank=32", "learner.learning_rate=1e-2", "iterations=8", "evaluation.every=8")
+    rate = (
+        "learner.lora={rank: 32, alpha: 64}",
+        "learner.learning_rate=1e-2",
+        "iterations=8",
+        "evaluation.every=8",
+    )
     redder = "rewards=[{name: 'reward_functions:Redder'}]"
     job.train(f"{algorithm}-learns", *arguments(job, "", algorithm)[1:], redder, *testbed, *sizes, *rate)
     rows = [row.values for row in read_metrics(job.root / f"{algorithm}-learns")]
