@@ -97,7 +97,7 @@ def _licence(config: RunConfig) -> str:
     """Of a folder of one's own, without its place."""
     base = config.model.path if config.model.path in TESTBEDS else hub_model(config)
     if base is None:
-        return "Not known here: the model came from a folder. Ask whoever published it."
+        return "Not known here: the model came from a folder. Ask its publisher."
     said, where = licence_line(base)
     return f"{said} ({where})."
 

@@ -2,7 +2,7 @@
 
 Flow between neighbouring frames by OpenCV's DIS (Kroeger et al., arXiv 1603.03590), forwards and backwards.
 
-* ``magnitude``: mean length of the flow, in hundredths of the picture's diagonal.
+* ``magnitude``: mean length of the flow from a frame to the next, in hundredths of the picture's diagonal.
 * ``consistency``: share of pixels whose way there and back ends where it began (Sundaram et al., ECCV 2010,
   equation 5): noise and pictures that change from frame to frame have little.
 * ``score``: min(magnitude / enough, 1) x consistency, in [0, 1].
@@ -48,7 +48,7 @@ class OpticalFlow(Reward):
     ``score`` in [0, 1], and its factors ``magnitude`` and ``consistency``.
 
     Attributes:
-        enough: magnitude from which more motion is worth no more.
+        enough: magnitude from which more motion is worth no more; per frame, so with twice the fps, half of it.
     """
 
     enough: float = 1.0
