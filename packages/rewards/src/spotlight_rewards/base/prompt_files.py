@@ -178,7 +178,7 @@ def with_found_pictures(prompts: Sequence[Prompt], source: str, kept: Path | Non
             for key in PICTURE_KEYS:
                 paths = [_found(folder, path, kept) for path in prompt.paths(key)]
                 problems += [
-                    f"{_short(prompt.text)!r}: no file {path}" for path in paths if not path.is_file()
+                    f"{_short(prompt.text)!r}: {_absent(path, kept)}" for path in paths if not path.is_file()
                 ]
                 places |= {key: [str(path) for path in paths]} if paths else {}
         except (OSError, ValueError, RuntimeError) as error:  # such as a NUL, or the home of nobody
@@ -188,6 +188,14 @@ def with_found_pictures(prompts: Sequence[Prompt], source: str, kept: Path | Non
     if problems:
         _refuse(source, "pictures that are not there", problems, f"Paths start from {folder}.")
     return found
+
+
+def _absent(path: Path, kept: Path | None) -> str:
+    if path.parent == kept:
+        return (
+            f"the picture {path.name} is not kept in {kept}; give it again, or set cache_dir to where it is"
+        )
+    return f"no file {path}"
 
 
 def _found(folder: Path, name: str, kept: Path | None) -> Path:
