@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,8 +20,16 @@ def contents_of(files: Mapping[str, Path]) -> str:
     """A hash of files, by the names that they are to have in it."""
     digest = hashlib.sha256()
     for name, path in sorted(files.items()):
-        digest.update(f"{name}\0".encode())
-        add_file(path, digest)
+        stat = path.stat()
+        content = _content_of(path, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+        digest.update(f"{name}\0{content}\0".encode())
+    return digest.hexdigest()
+
+
+@lru_cache(maxsize=1 << 16)  # a command that checks a run and then begins it asks twice
+def _content_of(path: Path, *known_by: int) -> str:
+    digest = hashlib.sha256()
+    add_file(path, digest)
     return digest.hexdigest()
 
 
