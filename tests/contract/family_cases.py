@@ -68,10 +68,9 @@ def lettered(prompts: Sequence[str], negative: str = " ", size: MediaSize | None
 def call_hunyuan_video_15(
     pipe: Any, family: ModelFamily, latents: torch.Tensor, setting: Setting
 ) -> np.ndarray:
-    """Its guider has the scale; prompts are cut by an attribute; the VAE can decode one video at a time."""
-    pipe.tokenizer_max_length = family.max_text_tokens
+    """Its guider has the scale, an attribute the limit of tokens; the VAE can decode one video at a time."""
     pipe.vae.enable_slicing()
-    exec("\n".join(family.loading_lines(setting.scale)), {"pipe": pipe})
+    exec("\n".join(family.loading_lines(setting.scale, family.max_text_tokens)), {"pipe": pipe})
     frames = pipe(
         lettered(setting.prompts),
         negative_prompt=[setting.negative] * len(setting.prompts),

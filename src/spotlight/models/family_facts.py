@@ -312,11 +312,12 @@ class FamilyTraits:
         return locate(path, revision, (cls.pipeline_class, *cls.other_pipelines), wanted, _of_another_family)
 
     @classmethod
-    def loading_lines(cls, scale: float) -> tuple[str, ...]:
+    def loading_lines(cls, scale: float, text_tokens: int) -> tuple[str, ...]:
         """Code that makes diffusers' ``pipe`` draw as we do, where its call's arguments would not.
 
         Args:
             scale: of true guidance.
+            text_tokens: limit per prompt, ``model.max_text_tokens``.
         """
         return ()
 

@@ -64,7 +64,7 @@ def loading_snippet(
     if family.references_max:
         imports.append("from diffusers.utils import load_image")
     lines = [*imports, f"pipe = {pipeline}.from_pretrained({', '.join(loaded)})"]
-    lines += family.loading_lines(config.rollout.true_cfg_scale)
+    lines += family.loading_lines(config.rollout.true_cfg_scale, config.model.max_text_tokens)
     if lora and config.model.transformer is not None:
         lines += _transformer(config.model.transformer)
     if lora:

@@ -169,7 +169,7 @@ def plain_pipeline(kind: type[ModelFamily], case: FamilyCase, directory: Path) -
     """What diffusers loads from the directory."""
     pipe = case.load(directory)
     pipe.set_progress_bar_config(disable=True)
-    exec("\n".join(kind.loading_lines(1.0)), {"pipe": pipe})
+    exec("\n".join(kind.loading_lines(1.0, case.max_text_tokens)), {"pipe": pipe})
     return pipe
 
 

@@ -108,8 +108,11 @@ class HunyuanVideo15(ModelFamily):
         return size.pixels if size.pixels <= _UNTILED_PX else size.frames * _TILE_PX
 
     @classmethod
-    def loading_lines(cls, scale: float) -> tuple[str, ...]:
-        return (f"pipe.guider = pipe.guider.new(guidance_scale={scale!r}, enabled=True)",)
+    def loading_lines(cls, scale: float, text_tokens: int) -> tuple[str, ...]:
+        return (
+            f"pipe.guider = pipe.guider.new(guidance_scale={scale!r}, enabled=True)",
+            f"pipe.tokenizer_max_length = {text_tokens}",
+        )
 
     @classmethod
     def call_arguments(cls, scale: float, embedded: float | None) -> dict[str, object]:

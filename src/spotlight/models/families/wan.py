@@ -78,7 +78,7 @@ class Wan(ModelFamily):
         )
 
     @classmethod
-    def loading_lines(cls, scale: float) -> tuple[str, ...]:
+    def loading_lines(cls, scale: float, text_tokens: int) -> tuple[str, ...]:
         """Euler's steps at the noise levels of the pipeline's scheduler."""
         return (
             "from diffusers import FlowMatchEulerDiscreteScheduler",
