@@ -48,7 +48,7 @@ class OpticalFlow(Reward):
     ``score`` in [0, 1], and its factors ``magnitude`` and ``consistency``.
 
     Attributes:
-        enough: magnitude from which more motion is worth no more; per frame, so with twice the fps, half of it.
+        enough: magnitude from which more motion is worth no more; per frame, so half of it at twice the fps.
     """
 
     enough: float = 1.0
