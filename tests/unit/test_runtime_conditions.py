@@ -115,8 +115,8 @@ def test_the_embeddings_used_last_are_kept_within_a_number_of_bytes(
         found = conditions.of([prompt.id for prompt in prompts])
         assert [float(each["embeds"]) for each in found] == [float(prompt.text[-1]) for prompt in prompts]
         assert set(family.read) == {prompt.text for prompt in prompts if prompt not in recent}
-        assert len(conditions._recent) <= kept
-        held = [prompt for prompt in PROMPTS if prompt.id in conditions._recent]
+        held = [prompt for prompt in PROMPTS if conditions._recent.of([prompt.id])]
+        assert len(held) <= kept
         asked = [prompt for prompt in PROMPTS if prompt in prompts]
         assert len(held) == min(kept, len({prompt.id for prompt in (*recent, *prompts)}))
         assert kept < len(asked) or all(prompt in held for prompt in asked)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from spotlight.models.media import MediaSize
 from spotlight_files.model_errors import ModelError
+from spotlight_rewards.base.prompts import PromptId
 
 EMBEDS, NEGATIVE_EMBEDS = "embeds", "negative_embeds"
 """Text of a condition; of the negative prompt where that depends on the prompt (its reference pictures)."""
@@ -92,6 +94,29 @@ class Condition:
 
     def to(self, device: torch.device | str) -> Condition:
         return Condition({name: tensor.to(device) for name, tensor in self.tensors.items()}, self.checksum)
+
+
+class RecentConditions:
+    """The conditions that were used last, up to so many bytes."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes, self._held_bytes = limit_bytes, 0
+        self._kept: OrderedDict[PromptId, Condition] = OrderedDict()
+
+    def of(self, prompts: Iterable[PromptId]) -> dict[PromptId, Condition]:
+        """Those that are kept."""
+        return {prompt: self._kept[prompt] for prompt in prompts if prompt in self._kept}
+
+    def use(self, conditions: Mapping[PromptId, Condition]) -> None:
+        """Keep these instead of those whose use is longest ago."""
+        for prompt, condition in conditions.items():
+            if prompt not in self._kept:
+                self._held_bytes += condition.nbytes
+            self._kept[prompt] = condition
+            self._kept.move_to_end(prompt)
+        while self._held_bytes > self._limit_bytes:
+            _, oldest = self._kept.popitem(last=False)
+            self._held_bytes -= oldest.nbytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)

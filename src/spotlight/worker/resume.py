@@ -6,11 +6,10 @@ Only commits made with the current weights weights_digest count: one policy vers
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 
-from spotlight.models.condition import Condition
+from spotlight.models.condition import Condition, RecentConditions
 from spotlight.rollout.commits import latents_of, restore
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.serialization import SerializationError, unpack_condition
@@ -29,7 +28,7 @@ class RolloutStarter:
 
     def __init__(self, head: HeadClient, engine: Engine, recipes: Mapping[Purpose, Recipe]) -> None:
         self._head, self._engine, self._recipes = head, engine, recipes
-        self._recent: OrderedDict[PromptId, Condition] = OrderedDict()
+        self._recent = RecentConditions(_KEPT_BYTES)
 
     def start(
         self, rollouts: Sequence[Rollout], resume: Collection[RolloutId], weights_digest: str
@@ -103,7 +102,7 @@ class RolloutStarter:
 
     def _conditions_of(self, prompts: Iterable[PromptId]) -> dict[PromptId, Condition]:
         wanted = list(prompts)
-        found = {prompt: self._recent[prompt] for prompt in wanted if prompt in self._recent}
+        found = self._recent.of(wanted)
         absent = [prompt for prompt in wanted if prompt not in found]
         if absent:
             kept = self._head.fetch("condition", absent)
@@ -111,13 +110,7 @@ class RolloutStarter:
                 if value is not None:
                     with suppress(SerializationError):  # treat damaged as absent
                         found[prompt] = unpack_condition(value.data)
-        for prompt, condition in found.items():
-            self._recent[prompt] = condition
-            self._recent.move_to_end(prompt)
-        held = sum(condition.nbytes for condition in self._recent.values())
-        while held > _KEPT_BYTES:
-            _, oldest = self._recent.popitem(last=False)
-            held -= oldest.nbytes
+        self._recent.use(found)
         return found
 
 

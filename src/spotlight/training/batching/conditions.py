@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from spotlight.models.condition import Condition, ModelInput, model_input
+from spotlight.models.condition import Condition, ModelInput, RecentConditions, model_input
 from spotlight.models.family import MediaSize, ModelFamily
 from spotlight.training.sharding import Ranks
 from spotlight_rewards.base.prompts import Prompt, PromptId
@@ -36,8 +35,7 @@ class Conditions:
         self._inputs = {
             prompt.id: model_input(prompt.text, prompt.references, negative, size) for prompt in prompts
         }
-        self._recent: OrderedDict[PromptId, Condition] = OrderedDict()
-        self._limit, self._held = kept_bytes, 0
+        self._recent = RecentConditions(kept_bytes)
 
     def prefill(self, ranks: Ranks) -> None:
         """Embed into the disk cache what it lacks, divided over the ranks, then free the text encoder.
@@ -55,20 +53,13 @@ class Conditions:
     def of(self, prompts: Iterable[PromptId]) -> list[Condition]:
         """Embeddings in the order of ``prompts``."""
         wanted = list(prompts)
-        found = {prompt: self._recent[prompt] for prompt in wanted if prompt in self._recent}
+        found = self._recent.of(wanted)
         absent = [prompt for prompt in dict.fromkeys(wanted) if prompt not in found]
         if absent:
             embedded = self._family.encode([self._inputs[prompt] for prompt in absent])
             self._family.free_text_encoder()  # loaded again only if the cache lost entries since the prefill
             found |= dict(zip(absent, embedded, strict=True))
-        for prompt, condition in found.items():
-            if prompt not in self._recent:
-                self._held += condition.nbytes
-            self._recent[prompt] = condition
-            self._recent.move_to_end(prompt)
-        while self._held > self._limit:
-            _, oldest = self._recent.popitem(last=False)
-            self._held -= oldest.nbytes
+        self._recent.use(found)
         return [found[prompt] for prompt in wanted]
 
     def __getitem__(self, prompt: PromptId) -> Condition:
