@@ -26,7 +26,7 @@ from spotlight.runtime.assembly.learner_parts import Learning, assemble, fill_em
 from spotlight.runtime.clock import PhaseClock
 from spotlight.runtime.inline import Denoiser, InlineDriver, InlineParts
 from spotlight.runtime.main_turn import MainTurn
-from spotlight.runtime.observer import Silent
+from spotlight.runtime.observer import Observer
 from spotlight.runtime.process import prepare_process
 from spotlight.runtime.recorder import Picture
 from spotlight.runtime.validation import strict_curve, summarise
@@ -163,7 +163,7 @@ class Lab:
                 rewards=self.rewards,
                 recorder=recorder,
                 clock=PhaseClock(Phase.IDLE, now_s=now_s),
-                observer=Silent(),
+                observer=Observer(),
                 ranks=(alone := Ranks()),
                 turn=MainTurn(alone),
                 lease_size=self.config.rollout.batch_size,

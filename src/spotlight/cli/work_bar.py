@@ -7,11 +7,11 @@ from typing import Self
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
-from spotlight.runtime.observer import Silent
+from spotlight.runtime.observer import Observer
 from spotlight.scheduler.types import Phase
 
 
-class WorkBar(Silent):
+class WorkBar(Observer):
     """An ``Observer`` that draws one bar on stderr if it is a terminal. Use as a context manager."""
 
     def __init__(self) -> None:

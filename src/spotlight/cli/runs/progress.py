@@ -23,7 +23,7 @@ from rich.text import Text
 
 from spotlight.report.replay_noise import noisy_clip_range, replay_noise_note
 from spotlight.report.wording import duration, money, score
-from spotlight.runtime.observer import Silent
+from spotlight.runtime.observer import Observer
 from spotlight.scheduler.types import Phase
 from spotlight.store.metrics import JUDGED, STDERR
 
@@ -121,7 +121,7 @@ def _is_silent(row: Mapping[str, float]) -> bool:
     return left_out or row.get("advantage/silent_groups_share", 0) > 0.999
 
 
-class RunProgress(Silent):
+class RunProgress(Observer):
     """An ``Observer`` of the run, which only logs; base of both displays. Use as a context manager."""
 
     def __init__(self, facts: Facts) -> None:
