@@ -58,8 +58,7 @@ from spotlight.store.store_errors import LedgerError
 from spotlight_rewards.base.file_errors import StoreError, storage_error
 from spotlight_rewards.base.prompts import PromptId
 
-_Value: TypeAlias = str | int | float | None
-_Values: TypeAlias = tuple[_Value, ...]
+_Values: TypeAlias = tuple[str | int | float | None, ...]
 
 _OUTCOME = (
     "INSERT INTO outcomes (seq, rollout, purpose, kind, optimizer_step, reason, detail) "
@@ -466,13 +465,13 @@ class SqliteLedger:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _record(self, what: str, table: str, rows: Iterable[Mapping[str, _Value]]) -> None:
+    def _record(self, what: str, table: str, rows: Iterable[Mapping[str, object]]) -> None:
         """Insert rows of the current attempt."""
         attempt = self._current_attempt()
         with self._transaction(what):
             self._insert_all(table, [{"attempt": attempt, **row} for row in rows])
 
-    def _insert_all(self, table: str, rows: Sequence[Mapping[str, _Value]]) -> None:
+    def _insert_all(self, table: str, rows: Sequence[Mapping[str, object]]) -> None:
         """Insert rows that all have the same columns."""
         for columns in rows[:1]:
             marks = ", ".join(f":{column}" for column in columns)
@@ -536,7 +535,7 @@ _COLUMNS = attrgetter(*Rollout.__slots__)
 """A rollout's fields, which are in the order of its table's columns."""
 
 
-def _joined(attempt: int, workers: Mapping[WorkerId, float], now_s: float) -> list[dict[str, _Value]]:
+def _joined(attempt: int, workers: Mapping[WorkerId, float], now_s: float) -> list[dict[str, object]]:
     since = {"attempt": attempt, "joined_at": now_s}
     return [{**since, "worker": worker, "price_usd_h": price} for worker, price in workers.items()]
 
