@@ -127,8 +127,12 @@ class Run:
             )
         names = ("prompt", "place", "path", "rollout")
         rows = (
-            dict(zip(names, (note.caption, place_of(note.path)[1], note.path, note.rollout), strict=True))
-            | note.scores
+            {
+                **dict(
+                    zip(names, (note.caption, place_of(note.path)[1], note.path, note.rollout), strict=True)
+                ),
+                **note.scores,
+            }
             for note in notes
         )
         return _frame(rows, names)
