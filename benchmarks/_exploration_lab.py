@@ -77,7 +77,10 @@ class MemoryRecorder(Recorder):
 
 
 class BesideTraining(InlineDriver):
-    """An inline driver whose previews for the next iteration are made while a batch waits to be trained."""
+    """An inline driver that makes what is for the next iteration while a batch waits to be trained.
+
+    Of early rollouts (``pipeline.next_share``) all are then one version stale, the most that a cluster has.
+    """
 
     def _next_event(self) -> ev.Event:
         events, controller = self._events, self.parts.controller
