@@ -26,20 +26,19 @@ from spotlight.runtime.assembly.learner_parts import Learning, assemble, fill_em
 from spotlight.runtime.clock import PhaseClock
 from spotlight.runtime.inline import Denoiser, InlineDriver, InlineParts
 from spotlight.runtime.main_turn import MainTurn
-from spotlight.runtime.observer import Silent
+from spotlight.runtime.observer import Observer
 from spotlight.runtime.process import prepare_process
-from spotlight.runtime.recorder import Picture
-from spotlight.runtime.validation import strict_curve, summarise
+from spotlight.runtime.recorder import Picture, Recorder
+from spotlight.runtime.validation import strict_curve
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.controller import Controller
-from spotlight.scheduler.effects import CommitCheckpoint, GrantLease, ReportEvaluation, ReportPipeline
+from spotlight.scheduler.effects import CommitCheckpoint, ReportEvaluation
 from spotlight.scheduler.policies.exploration.explorer import arms_of
-from spotlight.scheduler.records import Record
 from spotlight.scheduler.seeds import derive_seed
 from spotlight.scheduler.types import Phase, PolicyVersion, Purpose, Rollout, RolloutId
 from spotlight.training.learner import Learner
 from spotlight.training.sharding import Ranks
-from spotlight_rewards.base.prompts import Prompt, PromptId
+from spotlight_rewards.base.prompts import Prompt
 from spotlight_rewards.pool.reward_pool import RewardPool
 from spotlight_rewards.results import ScoredSample
 
@@ -47,7 +46,7 @@ Weights = dict[str, Tensor]
 
 
 @dataclass(slots=True)
-class MemoryRecorder:
+class MemoryRecorder(Recorder):
     """A recorder that keeps what a run reports in memory.
 
     Attributes:
@@ -56,52 +55,32 @@ class MemoryRecorder:
         trained: called with every iteration whose last update is applied.
     """
 
-    prompts: Mapping[PromptId, Prompt]
-    strict: str | None
     trained: Callable[[int], None]
     validations: dict[int, dict[str, float]] = field(default_factory=dict)
     rows: list[dict[str, float]] = field(default_factory=list)
-
-    def write(self, position: int, record: Record) -> None:
-        """Nothing."""
-
-    def grant(self, effect: GrantLease) -> None:
-        """Nothing."""
-
-    def flush(self) -> None:
-        """Nothing."""
-
-    def spend(self, seconds: Mapping[Phase, float]) -> None:
-        """Nothing."""
 
     def evaluation(
         self, effect: ReportEvaluation, samples_trained: int, pictures: Mapping[Rollout, Picture | None]
     ) -> dict[str, float]:
         """Keep the row."""
-        row = summarise(effect.scored, effect.scores, self.prompts, self.strict).row()
+        row = Recorder.evaluation(self, effect, samples_trained, pictures)
         self.validations[effect.iteration] = row
         return row
-
-    def pipeline(self, effect: ReportPipeline) -> None:
-        """Nothing."""
 
     def iteration(self, iteration: int, samples_trained: int, row: Mapping[str, float]) -> None:
         """Keep the row."""
         self.rows.append(dict(row))
         self.trained(iteration)
 
-    def training(self, *_: object) -> None:
-        """Ignore: none are asked for."""
-
-    def committed(self, effect: CommitCheckpoint) -> None:
-        """Ignore."""
-
     def checkpoint(self, effect: CommitCheckpoint, learner: Learner) -> None:
         """Nothing."""
 
 
 class BesideTraining(InlineDriver):
-    """An inline driver whose previews for the next iteration are made while a batch waits to be trained."""
+    """An inline driver that makes what is for the next iteration while a batch waits to be trained.
+
+    Of early rollouts (``pipeline.next_share``) all are then one version stale, the most that a cluster has.
+    """
 
     def _next_event(self) -> ev.Event:
         events, controller = self._events, self.parts.controller
@@ -154,7 +133,7 @@ class Lab:
             keeps = plan.keeps_previews and where == "critical_path"
             plan = dataclasses.replace(plan, exploration=there, keeps_previews=keeps)
         by_id = {prompt.id: prompt for prompt in (*self.prompts.train, *self.prompts.test)}
-        recorder = MemoryRecorder(by_id, self.config.evaluation.strict, trained)
+        recorder = MemoryRecorder(Ranks(), by_id, self.config.evaluation.strict, trained)
         driver = BesideTraining(
             InlineParts(
                 controller=Controller(plan, self.prompts.train, self.prompts.test),
@@ -163,7 +142,7 @@ class Lab:
                 rewards=self.rewards,
                 recorder=recorder,
                 clock=PhaseClock(Phase.IDLE, now_s=now_s),
-                observer=Silent(),
+                observer=Observer(),
                 ranks=(alone := Ranks()),
                 turn=MainTurn(alone),
                 lease_size=self.config.rollout.batch_size,

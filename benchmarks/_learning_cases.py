@@ -18,6 +18,11 @@ _COUNTED = "rewards=[{name: shape-counter}, {name: shapes, weight: 0}]"
 _DISTILLED = ("model.lora=testbed-four-steps", "learner.lora={rank: 8, alpha: 16}", "rollout.steps=4",
               "evaluation.steps=4")  # fmt: skip
 """The model distilled to four steps, which is trained and judged in four."""
+_OVERLAP = (
+    "fleet={driver: ray, spot: {nodes: 4}}", "algorithm.advantage={std: group}",
+    "pipeline={axis: prompt, next_share: 0.5}",
+)  # fmt: skip
+"""Generation-axis pipeline and one-step asynchrony, as on a cluster."""
 _WINDOW = 3
 """Stochastic steps of a rollout, somewhere in its first half; fewer where there are fewer."""
 
@@ -27,18 +32,32 @@ class Task:
     """What is learnt.
 
     Attributes:
-        tags: of the testbed's prompts.
+        overrides: of the demo.
         targets: strict scores that are to be reached, besides the baseline's last.
+        reward_s: CPU seconds of its reward a picture, by ``benchmarks.ocr_readers``; None: the profile's.
+        writes: its model is the one that writes, which no network counts on and nobody has distilled.
     """
 
-    tags: tuple[str, ...]
-    targets: tuple[float, ...]
+    overrides: tuple[str, ...]
+    targets: tuple[float, ...] = ()
+    reward_s: float | None = None
+    writes: bool = False
 
 
+_TEXT = (
+    "model.path=testbed-text", "data={train: testbed-text, test: testbed-text}",
+    "rollout.height=16", "rollout.width=56",
+    "rewards=[{name: ocr-onnx, params: {find: false}}]",
+    "evaluation.strict=ocr-onnx/exact", "evaluation.images_per_prompt=8",
+)  # fmt: skip
 TASKS: Mapping[str, Task] = MappingProxyType(
-    {"counting": Task(("counting",), (0.75, 0.8)), "placing": Task(("position", "two_object"), ())}
+    {
+        "counting": Task(("data.tags=[counting]",), (0.75, 0.8)),
+        "placing": Task(("data.tags=[position, two_object]",)),
+        "text": Task(_TEXT, reward_s=0.0129, writes=True),
+    }
 )
-"""The demo's, and a harder one where random seeds learn slowly."""
+"""The demo's, a harder one where random seeds learn slowly, and words that PP-OCR reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +71,8 @@ class Case:
         trained: of them, in groups of the baseline; None: all.
         explores: where seeds are previewed: twice the group's number.
         stochastic: rollouts have steps with noise, whose probabilities are trained.
+        overlaps: complete groups are trained while others are made, and half of the next iteration's are
+            made before this one's update: what the simulator calls ``+gap+tcss``.
     """
 
     overrides: tuple[str, ...] = ()
@@ -60,6 +81,11 @@ class Case:
     trained: float | None = None
     explores: PreviewTime | None = None
     stochastic: bool = False
+    overlaps: bool = False
+
+    def suits(self, task: Task) -> bool:
+        """Whether there is a model for both: a network that counts and few steps are of shapes alone."""
+        return not (task.writes and {_COUNTED, _DISTILLED[0]} & {*self.overrides})
 
 
 CASES: Mapping[str, Case] = MappingProxyType(
@@ -68,6 +94,7 @@ CASES: Mapping[str, Case] = MappingProxyType(
         "subset": Case(trained=0.5),
         "wide-subset": Case(generated=2, trained=0.5),
         "wide-quarter": Case(generated=2, trained=0.25),
+        "wide-subset+overlap": Case(_OVERLAP, generated=2, trained=0.5, overlaps=True),
         "few-steps": Case(_DISTILLED),
         "few-steps+wide-subset": Case(_DISTILLED, generated=2, trained=0.5),
         "random-half": Case(("algorithm.train_policy=random",), trained=0.5),
@@ -150,7 +177,6 @@ class LearningSizes:
         return load_config(
             None,
             [
-                f"data.tags={json.dumps(list(TASKS[task].tags))}",
                 f"run_seed={seed}",
                 f"iterations={self.iterations}",
                 f"rollout.prompts_per_iteration={self.prompts}",
@@ -164,8 +190,9 @@ class LearningSizes:
                 # By iterations as everywhere: who trains less in one learns as long.
                 f"learner.decay_iterations={self.iterations}",
                 f"learner.warmup_steps={min(5, self.iterations // 4)}",
-                f"learner.micro_batch_size={_micro_batch(self.prompts * self.trained(case))}",
+                f"learner.micro_batch_size={_micro_batch(self.prompts * self.trained(case), case.overlaps)}",
                 *(noisy if case.stochastic else []),
+                *TASKS[task].overrides,
                 *case.overrides,
                 *chooses,
                 *explores,
@@ -174,6 +201,7 @@ class LearningSizes:
         )
 
 
-def _micro_batch(samples: int) -> int:
-    """The largest share of an update's samples that is even and at most 64, the demo's."""
-    return max(size for size in range(1, min(64, samples) + 1) if samples % size == 0)
+def _micro_batch(samples: int, overlaps: bool) -> int:
+    """The largest share of an update's samples that is even and at most 64, the demo's; less than all of them
+    where they are trained before the last is there."""
+    return max(size for size in range(1, min(64, samples - overlaps) + 1) if samples % size == 0)

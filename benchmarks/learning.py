@@ -5,12 +5,12 @@
     python -m benchmarks.learning --json learning.json --task placing --case subset
     python -m benchmarks.learning --json counted.json --baseline few-steps+counted --case few-steps+opsd
 
-Trains the demo's model by every case (``_learning_cases``) on two tasks: the demo's, and a harder one on
-which random seeds learn slowly. First every case chooses the best of its three learning rates, on a run seed
-that is not compared with afterwards. Then run seeds 0, 1, ... follow, cases taking turns in an order that
-changes with the seed, so an interrupted measurement has as many of each. Each run has one thread; ``--jobs``
-run at once. What is in the file is not made again: the same command goes on where it was interrupted, and
-more seeds may be asked for. A file of other settings is refused.
+Trains the testbed's models by every case (``_learning_cases``) on three tasks: the demo's, a harder one on
+which random seeds learn slowly, and words. First every case chooses the best of its three learning rates, on
+a run seed that is not compared with afterwards. Then run seeds 0, 1, ... follow, cases taking turns in an
+order that changes with the seed, so an interrupted measurement has as many of each. Each run has one thread;
+``--jobs`` run at once. What is in the file is not made again: the same command goes on where it was
+interrupted, and more seeds may be asked for. A file of other settings is refused.
 
 It prints the choice of learning rates (the best run's scores, and the mean height of each curve, by which it
 is made), then the strict and graded held-out scores by iteration, and what it takes to reach the task's
@@ -18,9 +18,10 @@ targets and the baseline's last scores: iterations, generated and trained sample
 and dollars of a simulated cluster (the production controller in virtual time, with the testbed's cost
 profile, all forwards of an algorithm's loss, and spot slots that come and go). CPU seconds are those of the
 process and its rewards, without evaluations, by the case's fastest run. Exploration in idle time is emulated
-in one process: its CPU seconds hold the previews, which on the cluster fill time that is paid for. Gains are
-ratios to the baseline with two bootstrapped 90 % intervals: of the case alone, and one that holds for all
-that ``--case`` may name at once. ``figures`` in the JSON file are those that the last command printed.
+in one process: its CPU seconds hold the previews, which on the cluster fill time that is paid for. So is
+overlap: all of the next iteration's early half is one version stale. Gains are ratios to the baseline with
+two bootstrapped 90 % intervals: of the case alone, and one that holds for all that ``--case`` may name at
+once. ``figures`` in the JSON file are those that the last command printed.
 
 Extra arguments are overrides of all runs.
 """
@@ -56,7 +57,7 @@ from spotlight.config.schema import RunConfig
 from spotlight.dry_run.run_plan import count_passes
 from spotlight_plan.compare import SimulationTask, run_task
 from spotlight_plan.scenarios.prepare import prepare
-from spotlight_plan.scenarios.profile import Profile, TrainPoint
+from spotlight_plan.scenarios.profile import Figure, Profile, TrainPoint
 from spotlight_plan.scenarios.profile_costs import forward_s
 from spotlight_plan.scenarios.scenario_load import build_scenario
 
@@ -99,7 +100,8 @@ def simulate_case(sizes: LearningSizes, task: str, case: str) -> Tree:
     """The same work on reserved and spot slots in virtual time."""
     chosen = CASES[case]
     config = sizes.config(task, chosen, chosen.rates[_MIDDLE], 0)
-    rollout, strategy = config.rollout, STRATEGY[chosen.explores or "none"]
+    rollout = config.rollout
+    strategy = STRATEGY[chosen.explores or "none"] + ("+gap+tcss" if chosen.overlaps else "")
     slot = {"gpus_per_node": 1, "gpu_type": "cpu"}
     tree: Tree = {
         "name": f"{case}, {sizes.reserved} reserved + {sizes.spot} spot slots",
@@ -111,7 +113,8 @@ def simulate_case(sizes: LearningSizes, task: str, case: str) -> Tree:
             "kind": "generated", "mean_uptime_h": 1 / 60, "mean_downtime_s": 15.0, "notice_lead_s": 10.0,
         },
         "workload": {
-            "profile": "testbed-cpu", "height": rollout.height, "width": rollout.width,
+            "profile": "testbed-cpu", "height": rollout.height,
+            "width": -(-rollout.width // 16) * 16,  # the profile's sizes are multiples of 16
             "prompts": sizes.prompts, "group_size": rollout.group_size, "steps": rollout.steps,
             "train_samples": None if chosen.trained is None else sizes.trained(chosen),
             "trained_timesteps": config.trained_timesteps,
@@ -130,7 +133,12 @@ def simulate_case(sizes: LearningSizes, task: str, case: str) -> Tree:
             "seeds_per_prompt": config.exploration.seeds_per_prompt, "steps": config.exploration.steps,
         }  # fmt: skip
     prepared = prepare(build_scenario(tree, "the benchmark"), (strategy,), datetime.now(UTC))
-    prepared = replace(prepared, profile=with_all_forwards(prepared.profile, config))
+    profile = with_all_forwards(prepared.profile, config)
+    if (reward_s := TASKS[task].reward_s) is not None:
+        read = Figure(value=reward_s, source="measured: benchmarks.ocr_readers, recognition alone")
+        rewards = profile.rewards.model_copy(update={"s_per_sample": read})
+        profile = profile.model_copy(update={"rewards": rewards})
+    prepared = replace(prepared, profile=profile)
     compared = run_task(SimulationTask(prepared, strategy))
     if compared.outcome.problem is not None:
         raise RuntimeError(f"{case}: {compared.outcome.problem}")
@@ -382,6 +390,12 @@ def main(
         tuple(overrides or ()),
     )  # fmt: skip
     for each in tasks:
+        if others := [name for name in cases if not CASES[name].suits(TASKS[each])]:
+            raise typer.BadParameter(
+                f"{', '.join(others)}; with --task {each} expected cases without what was made for shapes "
+                "alone, a network that counts or a model of few steps. Name the cases, or another task.",
+                param_hint="--case",
+            )
         for name in cases:  # what contradicts itself shows before anything is measured
             sizes.config(each, CASES[name], CASES[name].rates[_MIDDLE], 0)
     record = Record(json_file, sizes, _KINDS)

@@ -22,7 +22,7 @@ import typer
 
 from spotlight.cli.runs.train import driver_of
 from spotlight.config.load import load_config
-from spotlight.runtime.observer import Silent
+from spotlight.runtime.observer import Observer
 from spotlight.store.metrics import read_metrics
 from spotlight_rewards.reward import Image
 
@@ -68,7 +68,7 @@ def main(
                 f"rewards={json.dumps([{**reward, 'params': params}])}", *(overrides or []),
             ],
         )  # fmt: skip
-        driver_of(config)(config, Silent(), 0.0)
+        driver_of(config)(config, Observer(), 0.0)
         first, *timed = [
             row for row in read_metrics(Path(folder) / config.name) if "rewards/wait_s" in row.values
         ]

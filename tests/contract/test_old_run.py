@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from spotlight.cli.main import app
 from spotlight.config.load import load_config
 from spotlight.runtime.inference import TrainedRun
-from spotlight.runtime.observer import Silent
+from spotlight.runtime.observer import Observer
 from spotlight.runtime.run import train
 from spotlight.store.ledger.ledger_audit import AuditLimits, audit
 from spotlight.store.run_summary import read_summary
@@ -48,7 +48,7 @@ def test_it_is_audited_and_listed(run: Path) -> None:
 def test_its_weights_judge_as_they_did(run: Path) -> None:
     trained = TrainedRun.open(run, device="cpu")
     before = read_summary(run / "summary.json").validation[-1]
-    now = trained.evaluate(Silent())
+    now = trained.evaluate(Observer())
     assert (now.curves["reward"].mean, now.judged.mean) == pytest.approx((before.graded, before.strict))
     picture = trained.generate(["two red circles"], [0])
     assert picture.shape == (1, 32, 32, 3)
@@ -68,7 +68,7 @@ def test_a_run_of_a_gpu_is_used_where_its_kernels_are_not(run: Path) -> None:
 
 def test_it_is_continued(run: Path) -> None:
     config = load_config(run / "config.yaml", [f"runs_dir={run.parent}", "iterations=2"])
-    result = train(config, Silent())
+    result = train(config, Observer())
     assert result.error is None
     assert result.summary is not None
     assert [point.iteration for point in result.summary.validation] == [0, 2]

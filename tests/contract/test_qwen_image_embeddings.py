@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 
 from spotlight.models.families.qwen_image import QwenImage
-from spotlight.models.text import embeddings
+from spotlight.models.text import prompt_encoder
 from spotlight_files import file_contents
 from spotlight_files.model_errors import ModelError
 from spotlight_files.pipeline_files import PipelineFiles
@@ -52,8 +52,8 @@ def test_another_version_of_what_reads_prompts_makes_them_again(
     random_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
 ) -> None:
     load(random_pipeline, tmp_path).encode([PROMPT])
-    there = embeddings.version
-    monkeypatch.setattr(embeddings, "version", lambda name: "99" if name == package else there(name))
+    there = prompt_encoder.version
+    monkeypatch.setattr(prompt_encoder, "version", lambda name: "99" if name == package else there(name))
     assert load(random_pipeline, tmp_path).not_embedded([PROMPT]) == [PROMPT]
 
 

@@ -29,10 +29,10 @@ from ray._raylet import GcsClient
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from spotlight.cluster.nodes import drain
+from spotlight.cluster.nodes.agent import log_tail
 from spotlight.cluster.nodes.drain import drain_node, draining_nodes
 from spotlight.cluster.nodes.listing import LearnerSlots, RayNode, read_view, require_usable
 from spotlight.cluster.nodes.node_membership import MembershipSettings, NodeMembership
-from spotlight.cluster.nodes.worker_logs import log_tail
 from spotlight.cluster.scorers.remote_scorer import RemoteScorer, ScorerNodes
 from spotlight.scheduler.types import NodeKind
 from spotlight_fleet.connection import connected

@@ -31,7 +31,7 @@ from spotlight.cli.runs.train import configuration_of, driver_of, in_a_folder
 from spotlight.config.load import load_config
 from spotlight.config.schema import RunConfig
 from spotlight.runtime.attempt import RunResult
-from spotlight.runtime.observer import Silent
+from spotlight.runtime.observer import Observer
 from spotlight.scheduler.types import Phase
 from spotlight.store.checkpoints import CheckpointStore
 from spotlight.store.ledger import ledger_queries as queries
@@ -108,7 +108,7 @@ class Job:
 
 
 @dataclass
-class RecordedRun(Silent):
+class RecordedRun(Observer):
     """What an observer was called with, and the result."""
 
     notes: list[str] = field(default_factory=list)

@@ -212,7 +212,7 @@ def test_python_reads_goes_on_with_and_forks_a_run_in_a_bucket(
     assert "demo: 2 iterations, finished" in run._repr_html_()
     assert not (run.directory / "images").exists()  # brought when asked for
     assert run.pictures(2).is_file()
-    assert {each["place"] for each in run.training_pictures(1)} == {"best", "worst"}
+    assert {*run.training_pictures(1)["place"]} == {"best", "worst"}
     assert run.lora is not None
     exported = run.export(tmp_path / "lora", iteration=2, device="cpu")
     ours, its = (load_file(each / "pytorch_lora_weights.safetensors") for each in (exported, run.lora))

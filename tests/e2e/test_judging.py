@@ -11,7 +11,7 @@ from main_job import NFT, Job, Straight
 from spotlight.models.family import ModelError
 from spotlight.runtime import inference as trained
 from spotlight.runtime.inference import TrainedRun
-from spotlight.runtime.observer import Silent
+from spotlight.runtime.observer import Observer
 from spotlight_rewards.pool.reward_pool import RewardPool
 from spotlight_rewards.reward import RewardInputError
 
@@ -29,13 +29,13 @@ def test_pictures_are_scored_a_batch_at_a_time(straight: Straight, monkeypatch: 
         return submit(self, images, *rest)
 
     monkeypatch.setattr(RewardPool, "submit", counted)
-    whole = run.evaluate(Silent()).row()
+    whole = run.evaluate(Observer()).row()
     assert sizes == [4]
     rollout = run.config.rollout.model_copy(update={"batch_size": 3})
     there = tuple(each.model_copy(update={"device": "spot", "replicas": 3}) for each in run.config.rewards)
     changed = run.config.model_copy(update={"rollout": rollout, "rewards": there})  # as on a cluster
     in_parts = dataclasses.replace(run, config=changed)
-    assert in_parts.evaluate(Silent()).row() == pytest.approx(whole, abs=0.02)
+    assert in_parts.evaluate(Observer()).row() == pytest.approx(whole, abs=0.02)
     assert sizes == [4, 3, 1]
 
 
@@ -48,7 +48,7 @@ def test_rewards_that_score_nothing_are_a_plain_error(straight: Straight, tmp_pa
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "one red circle", "mood": "raise"}\n')
     with pytest.raises(RewardInputError, match=r"none of 2 pictures could be scored; the first: moody: "):
-        broken.evaluate(Silent(), prompts_file=prompts)
+        broken.evaluate(Observer(), prompts_file=prompts)
 
 
 def test_a_finished_full_fine_tune_goes_on_and_replaces_its_export(job: Job) -> None:

@@ -18,7 +18,7 @@ from spotlight.cli.main import app
 from spotlight.diffusion.noise import INITIAL, noise_batch
 from spotlight.models.media import MediaSize
 from spotlight.runtime.inference import TrainedRun
-from spotlight.runtime.observer import Silent
+from spotlight.runtime.observer import Observer
 from spotlight.store.metrics import read_metrics
 from spotlight.store.run_summary import read_summary
 from spotlight_files.model_errors import ModelError
@@ -114,10 +114,10 @@ def test_a_full_fine_tune_leaves_a_whole_pipeline_also_when_it_is_continued(job:
 
 def test_judging_the_run_again_gives_its_last_validation(run: TrainedRun) -> None:
     last = next(row for row in reversed(read_metrics(run.directory)) if "validation/graded" in row.values)
-    again = run.evaluate(Silent()).row()
+    again = run.evaluate(Observer()).row()
     assert {f"validation/{name}": value for name, value in again.items()} == last.values
     first = next(row for row in read_metrics(run.directory) if "validation/graded" in row.values)
-    before = run.with_weights("reference").evaluate(Silent()).row()
+    before = run.with_weights("reference").evaluate(Observer()).row()
     assert {f"validation/{name}": value for name, value in before.items()} == first.values
     assert before != again
 

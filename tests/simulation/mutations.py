@@ -33,13 +33,11 @@ from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.iteration import Iteration, Unsaved
 from spotlight.scheduler.learner.learner_life import LearnerLife
 from spotlight.scheduler.plan import Plan
-from spotlight.scheduler.policies.exploration.exploring import Exploration
-from spotlight.scheduler.policies.exploration.kept import KeptPreviews, KeptSample
+from spotlight.scheduler.policies.exploration.exploring import Exploration, KeptPreviews, KeptSample
 from spotlight.scheduler.policies.next_iteration.next_iteration import NextIteration
 from spotlight.scheduler.policies.spot_learner.learner_places import LearnerPlaces
 from spotlight.scheduler.policies.subset import subset as subset_module
-from spotlight.scheduler.policies.subset.choose_seeds import choose_seeds
-from spotlight.scheduler.policies.subset.subset import Subset
+from spotlight.scheduler.policies.subset.subset import Subset, choose_seeds
 from spotlight.scheduler.policy import GroupPlan
 from spotlight.scheduler.rollouts import Rollouts
 from spotlight.scheduler.training_tasks import TrainingTasks

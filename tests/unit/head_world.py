@@ -29,7 +29,7 @@ from spotlight.config.load import dump_config, load_config
 from spotlight.rollout.serialization import pack_tensors
 from spotlight.runtime.assembly import components as build
 from spotlight.runtime.attempt import Attempt, RunResult, open_attempt
-from spotlight.runtime.observer import Silent
+from spotlight.runtime.observer import Observer
 from spotlight.runtime.resuming.course import Resuming
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
@@ -315,7 +315,7 @@ class FakeNodes:
 
 
 @dataclass
-class Notes(Silent):
+class Notes(Observer):
     notes: list[str] = field(default_factory=list)
 
     def note(self, text: str) -> None:

@@ -16,8 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from spotlight.algorithms.advantages import advantages
-from spotlight.algorithms.baselines import exploration_advantages, slice_advantages
+from spotlight.algorithms.advantages import advantages, exploration_advantages, slice_advantages
 from spotlight.config.sections.algorithm import AdvantageConfig
 from spotlight_rewards.reward_config import REWARD
 

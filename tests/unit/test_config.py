@@ -263,7 +263,8 @@ def test_a_resumed_run_may_capture_its_forwards(tmp_path: Path) -> None:
         ("rewards=ocr", "rewards", "'ocr'", "a list of sections", "Write rewards=[{name: ocr}]"),
         ("rewards=[{name: ocr, params: 3}]", "rewards.0.params", "3", "a section", "{KEY: VALUE"),
         ("learner.lora.targets=to_q", "learner.lora.targets", "'to_q'", "a list", "[ITEM, ITEM]"),
-        ("algorithm=dgpo", "algorithm.name", "nothing", "an algorithm's name", "Set algorithm.name=NAME"),
+        ("algorithm=dgpo", "algorithm", "'dgpo'", "a section", "Write algorithm.name=dgpo."),
+        ("algorithm=5", "algorithm", "5", "a section", "Write algorithm.name=NAME."),
     ],
 )  # fmt: skip
 def test_every_error_names_key_value_expectation_and_remedy(

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from spotlight.algorithms.baselines import exploration_advantages, slice_advantages
+from spotlight.algorithms.advantages import exploration_advantages, slice_advantages
 from spotlight.config.load import load_config
 from spotlight.config.sections.algorithm import AdvantageConfig
 from spotlight.config.sections.pipeline import NO_OVERLAP

@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from virtual_time import played, settle
 
-from spotlight.cluster.learner.failures import STUCK_MAX, Failures
-from spotlight.cluster.learner.learner_group import LearnerError
+from spotlight.cluster.learner.learner_group import STUCK_MAX, Failures, LearnerError
 from spotlight.cluster.learner.life import FINAL, CallLimits, Deadlines
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler.cluster.answer_limits import AGREE, REMEMBERED

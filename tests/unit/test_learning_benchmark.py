@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import fields
+from dataclasses import fields, replace
 from inspect import signature
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import typer
 from benchmarks import _learning_figures as figures
 from benchmarks import learning
+from benchmarks._exploration_lab import laboratory
 from benchmarks._learning_cases import BASELINE, CASES, TASKS, LearningSizes
 
 from spotlight_plan.scenarios.profile import load_profile
@@ -90,6 +92,8 @@ def test_the_choice_of_rates_is_shown_with_what_it_was_made_by(tmp_path: Path) -
 @pytest.mark.parametrize("task", TASKS)
 def test_every_case_is_a_configuration_that_trains_what_it_says(task: str) -> None:
     for name, case in CASES.items():
+        if not case.suits(TASKS[task]):
+            continue
         config = SIZES.config(task, case, case.rates[1], 3)
         assert config.learner.learning_rate == case.rates[1]
         assert config.rollout.group_size == SIZES.generated(case)
@@ -124,7 +128,7 @@ def test_simulated_training_has_the_forwards_that_each_algorithm_takes() -> None
         assert found == pytest.approx(plain + others * one_s), name
 
 
-@pytest.mark.parametrize("name", ["wide-subset", "explored-idle"])
+@pytest.mark.parametrize("name", ["wide-subset", "wide-subset+overlap", "explored-idle"])
 def test_cases_are_simulated_with_the_work_that_they_do(name: str) -> None:
     found = learning.simulate_case(SIZES, "counting", name)
     ends_s = found["iteration_ends_s"]
@@ -134,8 +138,10 @@ def test_cases_are_simulated_with_the_work_that_they_do(name: str) -> None:
     assert math.isfinite(found["usd_s"])
 
 
-@pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("task", "case"),
+    [(task, case) for task in TASKS for case in CASES if CASES[case].suits(TASKS[task])],
+)
 def test_every_case_can_be_measured_at_the_sizes_that_the_command_has(task: str, case: str) -> None:
     options = signature(learning.main).parameters
     numbers = [field.name for field in fields(LearningSizes) if field.name != "overrides"]
@@ -143,3 +149,18 @@ def test_every_case_can_be_measured_at_the_sizes_that_the_command_has(task: str,
     for rate in CASES[case].rates:
         config = sizes.config(task, CASES[case], rate, 0)
         assert sizes.prompts * sizes.trained(CASES[case]) % config.learner.micro_batch_size == 0
+
+
+def test_what_is_made_for_shapes_is_refused_for_words(tmp_path: Path) -> None:
+    with pytest.raises(typer.BadParameter, match=r"opsd; with --task text expected cases without"):
+        learning.main(json_file=tmp_path / "no.json", task=["text"], case=["awm", "opsd"])
+    assert not (tmp_path / "no.json").exists()
+
+
+@pytest.mark.slow
+def test_overlap_trains_early_groups_that_are_all_one_version_stale() -> None:
+    case = CASES["wide-subset+overlap"]
+    sizes = replace(SIZES, iterations=3, group_size=8, rollout_steps=2)
+    with laboratory(sizes.config("counting", case, 1e-3, 0)) as lab:
+        rows = lab.train(case.explores).rows
+    assert [row["pipeline/early_samples"] for row in rows] == [0, 16, 16]

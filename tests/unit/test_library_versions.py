@@ -8,7 +8,7 @@ from test_runtime_scorers import go_on
 
 import spotlight
 from spotlight.runtime import attempt
-from spotlight.runtime.library_versions import library_versions, version_note
+from spotlight.runtime.attempt import library_versions, version_note
 from spotlight.store.checkpoints import CheckpointStore
 from spotlight.store.manifest import CheckpointHeader
 

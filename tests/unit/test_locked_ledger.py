@@ -15,7 +15,7 @@ from store_history import history, write
 from spotlight.config.load import dump_config, load_config
 from spotlight.data.datasets import Prompts
 from spotlight.runtime.attempt import RunResult, open_attempt
-from spotlight.runtime.observer import Silent
+from spotlight.runtime.observer import Observer
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger import sqlite_ledger
 from spotlight.store.ledger.ledger_schema import Ending
@@ -106,7 +106,7 @@ def test_a_reader_is_told_of_the_lock(tmp_path: Path) -> None:
         queries.open_readonly(tmp_path / "ledger.sqlite")
 
 
-class Interrupted(Silent):
+class Interrupted(Observer):
     """A second Ctrl-C while the run waits for the lock."""
 
     def note(self, text: str) -> None:
@@ -117,7 +117,7 @@ class Interrupted(Silent):
 def test_a_second_signal_ends_the_wait_at_once_and_the_next_attempt_goes_on(tmp_path: Path) -> None:
     config = load_config(None, [f"runs_dir={tmp_path}", "name=run"])
 
-    def attempt(observer: Silent, lock: bool) -> None:
+    def attempt(observer: Observer, lock: bool) -> None:
         with (
             ExitStack() as locks,
             RunDirectory.open(tmp_path, "run", dump_config(config)) as directory,
@@ -133,6 +133,6 @@ def test_a_second_signal_ends_the_wait_at_once_and_the_next_attempt_goes_on(tmp_
 
     with pytest.raises(KeyboardInterrupt):
         attempt(Interrupted(), lock=True)
-    attempt(Silent(), lock=False)
+    attempt(Observer(), lock=False)
     with queries.open_readonly(tmp_path / "run/ledger.sqlite") as ledger:
         assert queries.last_ending(ledger) is Ending.STOPPED

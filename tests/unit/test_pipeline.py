@@ -17,7 +17,7 @@ from spotlight.scheduler.batches import Part
 from spotlight.scheduler.cluster.pace import Pace
 from spotlight.scheduler.cluster.recovery import Recovery
 from spotlight.scheduler.plan import Plan
-from spotlight.scheduler.policies.overlap.slices import slices
+from spotlight.scheduler.policies.overlap.overlap import slices
 from spotlight.scheduler.types import (
     COMPARED_MIN,
     Baseline,

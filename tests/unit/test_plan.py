@@ -40,7 +40,6 @@ from spotlight.dry_run.reward_plan import reward_places
 from spotlight.dry_run.run_plan import RunPlan, count_passes, make_plan
 from spotlight.models.families.qwen_image import QwenImage
 from spotlight.models.media import MediaSize
-from spotlight.rollout.limits import decode_batch
 from spotlight.runtime.preflight import require_disk
 from spotlight_files.model_errors import ModelError
 from spotlight_rewards.base.errors import ConfigError
@@ -496,7 +495,7 @@ def test_decoding_is_bounded_by_pixels_and_planned_so(
         parts = plan_of(pipeline, rollout=rollout).memory
         return next(part for part in parts if part.part == "decoding")
 
-    assert decode_batch(MediaSize(side, side), most) == decoded
+    assert MediaSize(side, side).decoded_together(most) == decoded
     assert f"{decoded} samples" in planned(most).formula
     assert planned(most).bytes == decoded * planned(1).bytes
 

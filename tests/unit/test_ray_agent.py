@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from metadata_server import metadata
 
-from spotlight.cluster.nodes.worker_logs import log_tail
+from spotlight.cluster.nodes.agent import log_tail
 from spotlight_fleet.notices.notice import Cancelled, Noticed, Rebalance
 from spotlight_fleet.notices.notice_mail import Message, NoticeUpdate, Outbox, read_messages
 from spotlight_fleet.notices.notice_watch import NoticeSettings, NoticeWatch

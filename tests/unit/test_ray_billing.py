@@ -17,7 +17,7 @@ from tests.simulation.swarm import draw_trial
 
 from spotlight.cluster.billing import Billing, Spent, changed_machines, slots_of
 from spotlight.cluster.cluster_accounts import BILL_S_MAX, FLUSH_S, ClusterAccounts
-from spotlight.runtime.observer import Silent
+from spotlight.runtime.observer import Observer
 from spotlight.runtime.recorder import RunRecorder
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
@@ -170,8 +170,8 @@ def idle_node(name: str, slots: int) -> Node:
 
 def opened(ledger: SqliteLedger, clock: Callable[[], float]) -> tuple[ClusterAccounts, RunRecorder]:
     ledger.begin_attempt(pid=1, host="h", workers={}, now_s=0.0)
-    parts: Any = (None, ledger, None, None, None, {}, {}, None, None, 1, 16.0, None, 0.0, 0.0)
-    return ClusterAccounts(clock, Silent()), RunRecorder(*parts)
+    parts: Any = (None, {}, None, None, ledger, None, None, {}, None, 1, 16.0, None, 0.0, 0.0)
+    return ClusterAccounts(clock, Observer()), RunRecorder(*parts)
 
 
 @pytest.mark.parametrize(("slots", "bill_s"), [(8, FLUSH_S), (200, 20.0), (1000, BILL_S_MAX)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.training.recompute_level import Climb, modes_at
+from spotlight.training.recompute import Climb, modes_at
 
 
 @given(

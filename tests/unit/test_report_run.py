@@ -24,8 +24,7 @@ from spotlight.config.load import build_config, dump_config, load_dump
 from spotlight.report import wording
 from spotlight.report.final_screen import print_final_screen
 from spotlight.report.loading import loading_snippet
-from spotlight.report.model_card import card_text, write_card
-from spotlight.report.published_settings import published_settings, without_places
+from spotlight.report.model_card import card_text, published_settings, without_places, write_card
 from spotlight.report.record import Mean, RunRecord, ValidationChange, read_run
 from spotlight.scheduler.records import (
     PromptSeen,

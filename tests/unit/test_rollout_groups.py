@@ -27,8 +27,8 @@ from spotlight.rollout.sequence_parallel.membership import (
     SpGroup,
     SpMembership,
     StaleEpochError,
+    StepLimit,
 )
-from spotlight.rollout.sequence_parallel.step_limit import StepLimit
 from spotlight.rollout.sequence_parallel.ulysses import SequenceParallel, SequenceParallelError, share_out
 from spotlight.scheduler.types import LeaseId, RolloutId, WorkerId
 

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.algorithms.advantages import advantages
-from spotlight.algorithms.baselines import exploration_advantages, slice_advantages
+from spotlight.algorithms.advantages import advantages, exploration_advantages, slice_advantages
 from spotlight.config.sections.algorithm import AdvantageConfig
 from spotlight.scheduler.effects import PrepareBatch
 from spotlight.scheduler.types import Baseline, Comparison, Group, RolloutId

@@ -17,7 +17,7 @@ import torch
 from spotlight.config.schema import RunConfig
 from spotlight.rollout.state import FailedRollout, FinishedRollout, SampleTensors
 from spotlight.runtime.inference import TrainedRun, _transformer_aside
-from spotlight.runtime.observer import Silent
+from spotlight.runtime.observer import Observer
 from spotlight.scheduler.types import Rollout
 
 REWARD = """
@@ -52,7 +52,7 @@ def test_an_evaluation_gives_a_comparing_reward_whole_groups(
     config = RunConfig.model_validate({"rewards": [{"name": "compared:first"}]})
     nobody: Any = None
     run = TrainedRun(tmp_path, config, 1, "policy", nobody, nobody)
-    found = run.evaluate(Silent(), images_per_prompt=3, prompts_file=tmp_path / "p.jsonl").curves
+    found = run.evaluate(Observer(), images_per_prompt=3, prompts_file=tmp_path / "p.jsonl").curves
     assert found["first"].mean == 1
     assert found["first/members"].mean == pytest.approx((3 * 3 + 2 * 2 + 3 * 3) / 8)
     assert found["first/missing"].mean == pytest.approx(2 / 8)
@@ -80,7 +80,7 @@ def test_an_evaluation_keeps_no_picture_that_is_scored(
     config = RunConfig.model_validate({"rewards": [{"name": "jpeg_size"}]})
     nobody: Any = None
     run = TrainedRun(tmp_path, config, 1, "policy", nobody, nobody)
-    found = run.evaluate(Silent(), images_per_prompt=1, prompts_file=tmp_path / "p.txt")
+    found = run.evaluate(Observer(), images_per_prompt=1, prompts_file=tmp_path / "p.txt")
     assert len(found.curves) > 0
 
 

@@ -17,7 +17,7 @@ from spotlight.config.load import dump_config, load_config
 from spotlight.data.datasets import Prompts
 from spotlight.runtime.assembly import components as build
 from spotlight.runtime.attempt import RunResult, open_attempt
-from spotlight.runtime.observer import Silent
+from spotlight.runtime.observer import Observer
 from spotlight.runtime.run import train
 from spotlight.store.ledger.ledger_audit import AuditLimits, audit
 from spotlight.store.metrics import MetricsRow
@@ -30,7 +30,7 @@ from spotlight_rewards.reward import CODE, RewardInputError, RewardSetupError
 NO_PROMPTS = Prompts((), ())
 
 
-class Notes(Silent):
+class Notes(Observer):
     """Keeps what was said."""
 
     def __init__(self) -> None:
@@ -161,7 +161,7 @@ def test_mistakes_in_rewards_are_said_before_a_model_is_read(
 ) -> None:
     monkeypatch.setattr("spotlight.runtime.assembly.components.load_family", None)
     with pytest.raises(error, match=message):
-        train(load_config(None, [f"runs_dir={tmp_path}", "device=cpu", settings]), Silent())
+        train(load_config(None, [f"runs_dir={tmp_path}", "device=cpu", settings]), Observer())
 
 
 def test_under_torchrun_a_reward_finds_the_gpu_of_its_rank_only(monkeypatch: pytest.MonkeyPatch) -> None:

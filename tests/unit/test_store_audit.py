@@ -224,13 +224,13 @@ def test_a_time_of_day_that_is_set_meanwhile_changes_no_bill(
         ledger.begin_attempt(pid=2, host="h", workers={WORKER: 1.0}, now_s=5000.0)
         parts: Any = (
             None,
+            {},
+            None,
+            None,
             ledger,
             None,
             None,
-            None,
             {WORKER: 1.0},
-            {},
-            None,
             None,
             1,
             16.0,

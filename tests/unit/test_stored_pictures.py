@@ -21,7 +21,7 @@ from spotlight.models.media import MediaSize
 from spotlight.registry import FAMILIES
 from spotlight.rollout.state import Recipe
 from spotlight.rollout.stored_pictures import StoredPictures, picture_of, require_readable
-from spotlight.runtime.observer import Silent
+from spotlight.runtime.observer import Observer
 from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId
 from spotlight.testbed import PIPELINE_DIR
 from spotlight_rewards.base.errors import ConfigError
@@ -125,7 +125,7 @@ def test_damaged_pictures_are_named_before_the_model_is_loaded(tmp_path: Path) -
         [SFT, "device=cpu", "rollout.group_size=2", f"data.train={tmp_path}", f"runs_dir={tmp_path}/runs"],
     )
     with pytest.raises(PromptFileError, match=r"data.train: 2 pictures cannot be read") as refused:
-        driver_of(config)(config, Silent(), 0.0)
+        driver_of(config)(config, Observer(), 0.0)
     assert re.findall(r"'a (\w+) cat'", str(refused.value)) == ["cut", "none"]
     assert not (tmp_path / "runs").exists()
     require_readable([Prompt(PromptId("p"), "a cat", {"pictures": [str(paths[0])]})])

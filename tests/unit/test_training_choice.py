@@ -21,7 +21,7 @@ from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.plan import TRAINS_ALL, Plan, TrainingChoice
 from spotlight.scheduler.policies.selection import sample_variance
-from spotlight.scheduler.policies.subset.choose_seeds import choose_seeds
+from spotlight.scheduler.policies.subset.subset import choose_seeds
 from spotlight.scheduler.types import Baseline, DropReason, MicroBatch, Rollout
 from spotlight_rewards.base.errors import ConfigError
 

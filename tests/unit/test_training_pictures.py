@@ -158,7 +158,7 @@ def test_those_of_a_committed_iteration_are_stored(tmp_path: Path, monkeypatch: 
         Kept(paths, metrics) as kept,
     ):
         ledger.begin_attempt(pid=1, host="h", workers={}, now_s=0.0)
-        parts: Any = (paths, ledger, store, metrics, None, {}, {}, header, None, 1, 16.0, kept, 0.0, 0.0)
+        parts: Any = (None, {}, None, paths, ledger, store, metrics, {}, header, 1, 16.0, kept, 0.0, 0.0)
         with monkeypatch.context() as unwaited:
             unwaited.setattr(kept, "settle", lambda: None)
             kept.keep(4, TILES)

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spotlight.cluster.workers import worker_actor
-from spotlight.cluster.workers.visible_gpus import gpu_index
-from spotlight.cluster.workers.worker_actor import WorkerActor, WorkerOrder
+from spotlight.cluster.workers.worker_actor import WorkerActor, WorkerOrder, gpu_index
 from spotlight.rollout.sequence_parallel.rendezvous import Address
 from spotlight.runtime.process import prepare_process
 from spotlight.scheduler.types import WorkerId

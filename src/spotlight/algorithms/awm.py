@@ -13,40 +13,28 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from spotlight.algorithms.base import LossTerms, PolicyModel, Slot, Timesteps, TrainBatch
+from spotlight.algorithms.base_algorithm import BaseAlgorithm
 from spotlight.algorithms.flow_grpo import clipped_surrogate
-from spotlight.algorithms.forward_process import Noised, log_probs_before, mean_square, noised, norm_ratio
+from spotlight.algorithms.forward_process import Noised, mean_square, noised, norm_ratio
+from spotlight.algorithms.replay import log_probs_before
 from spotlight.config.sections.algorithm import AWMConfig
-from spotlight.diffusion.samplers import Sampler
 
 _MATCHING_MIN = 1e-10  # the slope of l^p diverges at 0
 
 
 @dataclass(frozen=True, slots=True)
-class AWM:
+class AWM(BaseAlgorithm):
     config: AWMConfig
-    sampler: Sampler
-    name: str = "awm"
-    keeps: Literal["final"] = "final"
-    rollout_slot: Slot = "policy"
 
     @property
     def takes_stale(self) -> bool:
         """Unless there is a ratio, which is to the weights before the batch."""
         return self.config.old_log_probs == "stop_gradient"
-
-    @property
-    def extra_slots(self) -> tuple[Slot, ...]:
-        """Slots whose distance has a positive weight."""
-        return tuple(slot for slot, weight in self._anchors() if weight > 0)
-
-    def timesteps(self, kept_steps: int) -> int:
-        return self.config.train_timesteps
 
     @torch.no_grad()
     def old_log_probs(self, policy: PolicyModel, batch: TrainBatch, timesteps: Timesteps) -> Tensor | None:
@@ -81,10 +69,6 @@ class AWM:
                 if slot == "reference":
                     metrics["velocity_norm_ratio"] = norm_ratio(velocity, anchor)
         return LossTerms(loss, metrics)
-
-    def old_decay(self, n: float) -> float | None:
-        """From ``algorithm.old_policy``; None if ``old_weight`` is 0."""
-        return self.config.old_policy.decay(n) if self.config.old_weight > 0 else None
 
     def _matching(self, velocity: Tensor, at: Noised, batch: TrainBatch) -> Tensor:
         return mean_square(velocity.float() - (at.noise - batch.final))

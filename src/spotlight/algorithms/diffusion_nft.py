@@ -12,35 +12,21 @@ x0 again, x_t = (1-t) x0 + t e, and contrasts implicit positive and negative pol
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar
 
 import torch
 
 from spotlight.algorithms.base import LossTerms, PolicyModel, Slot, Timesteps, TrainBatch
+from spotlight.algorithms.base_algorithm import BaseAlgorithm
 from spotlight.algorithms.forward_process import mean_square, noised, norm_ratio, weighted_error
 from spotlight.config.sections.algorithm import DiffusionNFTConfig
-from spotlight.diffusion.samplers import Sampler, predict_x0
+from spotlight.diffusion.samplers import predict_x0
 
 
 @dataclass(frozen=True, slots=True)
-class DiffusionNFT:
+class DiffusionNFT(BaseAlgorithm):
     config: DiffusionNFTConfig
-    sampler: Sampler
-    name: str = "diffusion-nft"
-    keeps: Literal["final"] = "final"
-    rollout_slot: Slot = "old"
-    takes_stale: Literal[True] = True
-
-    @property
-    def extra_slots(self) -> tuple[Slot, ...]:
-        """The old policy, and the reference if its weight is positive."""
-        return ("old", "reference") if self.config.reference_weight > 0 else ("old",)
-
-    def timesteps(self, kept_steps: int) -> int:
-        return self.config.train_timesteps
-
-    def old_log_probs(self, policy: PolicyModel, batch: TrainBatch, timesteps: Timesteps) -> None:
-        return
+    rollout_slot: ClassVar[Slot] = "old"
 
     def loss(self, policy: PolicyModel, batch: TrainBatch, timesteps: Timesteps) -> LossTerms:
         config, clip = self.config, self.config.advantage.clip
@@ -67,6 +53,3 @@ class DiffusionNFT:
             metrics["reference_distance"] = distance.detach()
             metrics["velocity_norm_ratio"] = norm_ratio(velocity, reference)
         return LossTerms(loss, metrics)
-
-    def old_decay(self, n: float) -> float:
-        return self.config.old_policy.decay(n)

@@ -11,42 +11,19 @@ A < 0 and r < 1. In a batch's first update D is 0 and r is 1. As log-probs, D is
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
-from spotlight.algorithms.base import LossTerms, PolicyModel, Slot, Timesteps, TrainBatch
-from spotlight.algorithms.flow_grpo import require_stochastic
-from spotlight.algorithms.replay import replay_metrics, timestep_count, transition
+from spotlight.algorithms.base import LossTerms, PolicyModel, Timesteps, TrainBatch
+from spotlight.algorithms.replay import ReplayAlgorithm, replay_metrics, transition
 from spotlight.config.sections.newer_algorithms import FlowDPPOConfig
-from spotlight.diffusion.samplers import Sampler
 
 
 @dataclass(frozen=True, slots=True)
-class FlowDPPO:
-    """Implements :class:`~spotlight.algorithms.base.Algorithm`.
-
-    ``old`` is the policy before the batch, so a batch's first update does not evaluate it; it did not make
-    samples of older versions: no stale samples.
-    """
+class FlowDPPO(ReplayAlgorithm):
+    """``old`` is the policy before the batch, so a batch's first update does not evaluate it."""
 
     config: FlowDPPOConfig
-    sampler: Sampler
-    name: str = "flow-dppo"
-    keeps: Literal["trajectory"] = "trajectory"
-    rollout_slot: Slot = "policy"
-    extra_slots: tuple[Slot, ...] = ("old",)
-    takes_stale: Literal[False] = False
-
-    def __post_init__(self) -> None:
-        require_stochastic(self.name, self.sampler)
-
-    def timesteps(self, kept_steps: int) -> int:
-        return timestep_count(kept_steps, self.config.train_timesteps)
-
-    def old_log_probs(self, policy: PolicyModel, batch: TrainBatch, timesteps: Timesteps) -> None:
-        """None: they come from the old slot, with μ_old."""
-        return
 
     def loss(self, policy: PolicyModel, batch: TrainBatch, timesteps: Timesteps) -> LossTerms:
         """-A r of one step per row, without gradient where the mask blocks it."""
@@ -74,7 +51,3 @@ class FlowDPPO:
             **replay_metrics(log_prob.detach(), at, batch),
         }
         return LossTerms(loss, metrics, kept_step=at.index)
-
-    def old_decay(self, n: float) -> float:
-        """0: the old policy is the one before each batch."""
-        return 0.0

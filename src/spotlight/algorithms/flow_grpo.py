@@ -10,49 +10,30 @@ short random SDE window, without KL (its rollouts use CPS at 0.8 in a window of 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from spotlight.algorithms.base import LossTerms, PolicyModel, Slot, Timesteps, TrainBatch, timestep_of_rows
-from spotlight.algorithms.replay import Transition, replay_metrics, timestep_count, transition
+from spotlight.algorithms.base import LossTerms, PolicyModel, Slot, Timesteps, TrainBatch
+from spotlight.algorithms.replay import (
+    ReplayAlgorithm,
+    Transition,
+    log_probs_before,
+    replay_metrics,
+    transition,
+)
 from spotlight.config.sections.algorithm import FlowGRPOConfig
 from spotlight.diffusion.samplers import Moments, Sampler
 
 
 @dataclass(frozen=True, slots=True)
-class FlowGRPO:
-    """Implements :class:`~spotlight.algorithms.base.Algorithm`.
-
-    Raises:
-        ValueError: the sampler is deterministic.
-    """
-
+class FlowGRPO(ReplayAlgorithm):
     config: FlowGRPOConfig
-    sampler: Sampler
-    keeps: Literal["trajectory"] = "trajectory"
-    rollout_slot: Slot = "policy"
-
-    def __post_init__(self) -> None:
-        require_stochastic(self.name, self.sampler)
-
-    @property
-    def name(self) -> str:
-        return self.config.name
-
-    @property
-    def extra_slots(self) -> tuple[Slot, ...]:
-        """The reference, if there is a KL term."""
-        return ("reference",) if self.config.kl_weight > 0 else ()
 
     @property
     def takes_stale(self) -> bool:
         """Only if the ratio is to the rollout's own log-probs."""
         return self.config.old_log_probs == "rollout"
-
-    def timesteps(self, kept_steps: int) -> int:
-        return timestep_count(kept_steps, self.config.train_timesteps)
 
     @torch.no_grad()
     def old_log_probs(self, policy: PolicyModel, batch: TrainBatch, timesteps: Timesteps) -> Tensor | None:
@@ -82,9 +63,6 @@ class FlowGRPO:
             metrics["kl"] = kl.detach()
         return LossTerms(loss, metrics, kept_step=at.index)
 
-    def old_decay(self, n: float) -> None:
-        return
-
     def _moments(self, policy: PolicyModel, at: Transition, slot: Slot) -> Moments:
         velocity = policy.velocity(at.x, at.sigma, slot)
         return self.sampler.moments(at.x, velocity, at.sigma, at.sigma_next)
@@ -93,18 +71,13 @@ class FlowGRPO:
         match self.config.old_log_probs:
             case "stop_gradient":
                 return log_prob.detach()
-            case "recompute" if batch.first_update:
-                return log_prob.detach()  # same weights and rows as a recomputation: bitwise equal
-            case "recompute" if batch.old_log_probs is not None:
-                column = timestep_of_rows(timesteps, len(batch.seeds))
-                return batch.old_log_probs[at.rows, torch.tensor(column, device=at.rows.device)]
+            case "recompute":
+                return log_probs_before(batch, timesteps, log_prob, self.name)
             case "rollout" if batch.rollout_log_probs is not None:
                 return at.pick(batch.rollout_log_probs)
-            case "recompute":
-                remedy = "fill it from old_log_probs() before the first update is applied"
-            case "rollout":
-                remedy = "the rollout must store its log-probs"
-        raise ValueError(f"{self.name} with old_log_probs={self.config.old_log_probs} got none: {remedy}")
+        raise ValueError(
+            f"{self.name} with old_log_probs=rollout got none: the rollout must store its log-probs"
+        )
 
 
 def kick_weights(sampler: Sampler, sigmas: Tensor) -> Tensor:
@@ -135,12 +108,3 @@ def clipped_surrogate(
         "approx_kl": 0.5 * log_ratio.square(),
     }
     return loss, metrics
-
-
-def require_stochastic(algorithm: str, sampler: Sampler) -> None:
-    """Raise ValueError if the sampler is deterministic."""
-    if not sampler.stochastic:
-        raise ValueError(
-            f"{algorithm} needs rollouts with noise, but the sampler is {sampler}; "
-            "use flow-sde, cps or dance with a noise level above 0"
-        )

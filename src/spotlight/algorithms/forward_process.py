@@ -103,24 +103,6 @@ def weighted_error(x0_predicted: Tensor, x0: Tensor) -> Tensor:
     return mean_square(error) / weight
 
 
-def log_probs_before(batch: TrainBatch, timesteps: Timesteps, log_prob: Tensor, algorithm: str) -> Tensor:
-    """[batch]: every row's log-prob before the batch's first update; ``log_prob`` itself in that update.
-
-    Raises:
-        ValueError: they were not computed.
-    """
-    if batch.first_update:
-        return log_prob.detach()  # same weights and rows as a recomputation: bitwise equal
-    if batch.old_log_probs is None:
-        raise ValueError(
-            f"{algorithm} got no old log-probs: fill them from old_log_probs() before the first update is "
-            "applied"
-        )
-    column = timestep_of_rows(timesteps, len(batch.seeds))
-    rows = torch.arange(len(column), device=log_prob.device)
-    return batch.old_log_probs[rows, torch.tensor(column, device=log_prob.device)]
-
-
 def stratified(seed: int, version: int, timestep: int, train_timesteps: int) -> float:
     """A uniform draw within the ``timestep``-th of ``train_timesteps`` equal parts of (0, 1)."""
     draws = uniform(seed, Stream.TRAIN_TIMESTEPS, version, train_timesteps)

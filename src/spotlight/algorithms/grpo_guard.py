@@ -13,42 +13,20 @@ and avoids cancellation.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
-from spotlight.algorithms.base import LossTerms, PolicyModel, Slot, Timesteps, TrainBatch
-from spotlight.algorithms.flow_grpo import clipped_surrogate, require_stochastic
-from spotlight.algorithms.replay import replay_metrics, timestep_count, transition
+from spotlight.algorithms.base import LossTerms, PolicyModel, Timesteps, TrainBatch
+from spotlight.algorithms.flow_grpo import clipped_surrogate
+from spotlight.algorithms.replay import ReplayAlgorithm, replay_metrics, transition
 from spotlight.config.sections.algorithm import GRPOGuardConfig
-from spotlight.diffusion.samplers import Sampler
 
 
 @dataclass(frozen=True, slots=True)
-class GRPOGuard:
-    """Implements :class:`~spotlight.algorithms.base.Algorithm`.
-
-    ``old`` is the policy before the batch (it gives μ_old), so a batch's first update does not evaluate it.
-    It did not make samples of older versions: no stale samples.
-    """
+class GRPOGuard(ReplayAlgorithm):
+    """``old`` is the policy before the batch and gives μ_old: a batch's first update does not evaluate it."""
 
     config: GRPOGuardConfig
-    sampler: Sampler
-    name: str = "grpo-guard"
-    keeps: Literal["trajectory"] = "trajectory"
-    rollout_slot: Slot = "policy"
-    extra_slots: tuple[Slot, ...] = ("old",)
-    takes_stale: Literal[False] = False
-
-    def __post_init__(self) -> None:
-        require_stochastic(self.name, self.sampler)
-
-    def timesteps(self, kept_steps: int) -> int:
-        return timestep_count(kept_steps, self.config.train_timesteps)
-
-    def old_log_probs(self, policy: PolicyModel, batch: TrainBatch, timesteps: Timesteps) -> None:
-        """None: the ratio uses μ_old from the old slot."""
-        return
 
     def loss(self, policy: PolicyModel, batch: TrainBatch, timesteps: Timesteps) -> LossTerms:
         """Clipped surrogate of the guarded ratio, divided by the step length."""
@@ -64,7 +42,3 @@ class GRPOGuard:
         with torch.no_grad():
             metrics |= replay_metrics(self.sampler.log_prob(at.x_next, moments), at, batch)
         return LossTerms(loss / (at.sigma - at.sigma_next), metrics, kept_step=at.index)
-
-    def old_decay(self, n: float) -> float:
-        """0: the old policy is the one before each batch."""
-        return 0.0

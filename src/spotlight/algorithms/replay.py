@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from spotlight.algorithms.base import Timesteps, TrainBatch, timestep_of_rows
+from spotlight.algorithms.base import Keeps, Timesteps, TrainBatch, timestep_of_rows
+from spotlight.algorithms.base_algorithm import BaseAlgorithm
 from spotlight.diffusion.noise import Stream, uniform
 
 
@@ -35,6 +37,31 @@ class Transition:
     def pick(self, per_step: Tensor) -> Tensor:
         """[batch]: the entries of ``per_step`` [batch, S] that belong to this transition."""
         return per_step[self.rows, self.index]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayAlgorithm(BaseAlgorithm):
+    """Trains stochastic steps of its rollouts, of the version before the batch.
+
+    Raises:
+        ValueError: the sampler is deterministic.
+    """
+
+    keeps: ClassVar[Keeps] = "trajectory"
+
+    @property
+    def takes_stale(self) -> bool:
+        return False
+
+    def __post_init__(self) -> None:
+        if not self.sampler.stochastic:
+            raise ValueError(
+                f"{self.name} needs rollouts with noise, but the sampler is {self.sampler}; "
+                "use flow-sde, cps or dance with a noise level above 0"
+            )
+
+    def timesteps(self, kept_steps: int) -> int:
+        return timestep_count(kept_steps, self.config.train_timesteps)
 
 
 def timestep_count(kept_steps: int, train_timesteps: int | None) -> int:
@@ -92,3 +119,21 @@ def trained_steps(seed: int, version: int, kept_steps: int, count: int) -> list[
         return list(range(kept_steps))
     order = np.argsort(uniform(seed, Stream.TRAIN_TIMESTEPS, version, kept_steps), kind="stable")
     return sorted(int(step) for step in order[:count])
+
+
+def log_probs_before(batch: TrainBatch, timesteps: Timesteps, log_prob: Tensor, algorithm: str) -> Tensor:
+    """[batch]: every row's log-prob before the batch's first update; ``log_prob`` itself in that update.
+
+    Raises:
+        ValueError: they were not computed.
+    """
+    if batch.first_update:
+        return log_prob.detach()  # same weights and rows as a recomputation: bitwise equal
+    if batch.old_log_probs is None:
+        raise ValueError(
+            f"{algorithm} got no old log-probs: fill them from old_log_probs() before the first update is "
+            "applied"
+        )
+    column = timestep_of_rows(timesteps, len(batch.seeds))
+    rows = torch.arange(len(column), device=log_prob.device)
+    return batch.old_log_probs[rows, torch.tensor(column, device=log_prob.device)]

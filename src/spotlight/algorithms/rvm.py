@@ -18,43 +18,24 @@ Where r < 0 the loss has no lower bound: it is its gradient that means something
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from spotlight.algorithms.base import LossTerms, PolicyModel, Slot, Timesteps, TrainBatch
+from spotlight.algorithms.base_algorithm import BaseAlgorithm
 from spotlight.algorithms.forward_process import Noised, mean_square, noised, norm_ratio
 from spotlight.config.sections.newer_algorithms import RVMConfig
-from spotlight.diffusion.samplers import Sampler
 
 
 @dataclass(frozen=True, slots=True)
-class RVM:
+class RVM(BaseAlgorithm):
     config: RVMConfig
-    sampler: Sampler
-    keeps: Literal["final"] = "final"
-    takes_stale: Literal[True] = True
-
-    @property
-    def name(self) -> str:
-        return self.config.name
-
-    @property
-    def extra_slots(self) -> tuple[Slot, ...]:
-        """The anchor, if it has a weight."""
-        return (self.config.anchor,) if self.config.anchor_weight > 0 else ()
 
     @property
     def rollout_slot(self) -> Slot:
         """The moving average where it is the anchor, as in DiffusionNFT."""
         return "old" if self.config.uses_old_policy else "policy"
-
-    def timesteps(self, kept_steps: int) -> int:
-        return self.config.train_timesteps
-
-    def old_log_probs(self, policy: PolicyModel, batch: TrainBatch, timesteps: Timesteps) -> None:
-        return
 
     def loss(self, policy: PolicyModel, batch: TrainBatch, timesteps: Timesteps) -> LossTerms:
         config = self.config
@@ -75,9 +56,6 @@ class RVM:
                 metrics["velocity_norm_ratio"] = norm_ratio(velocity, anchor)
         weight = at.sigma / miss.detach().abs().flatten(1).mean(1).clamp(min=1e-5) if config.normalise else 1
         return LossTerms(weight * loss / 2, metrics)
-
-    def old_decay(self, n: float) -> float | None:
-        return self.config.old_policy.decay(n) if self.config.uses_old_policy else None
 
     def _anchor(self, policy: PolicyModel, batch: TrainBatch, at: Noised, velocity: Tensor) -> Tensor:
         if self.config.anchor == "old" and batch.old_is_policy:

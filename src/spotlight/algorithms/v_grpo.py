@@ -13,30 +13,24 @@ updates evaluate all levels of a sample in one pass. Without the paper's optiona
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from spotlight.algorithms.base import LossTerms, PolicyModel, Slot, Timesteps, TrainBatch, timestep_of_rows
+from spotlight.algorithms.base import LossTerms, PolicyModel, Timesteps, TrainBatch, timestep_of_rows
+from spotlight.algorithms.base_algorithm import BaseAlgorithm
 from spotlight.algorithms.flow_grpo import clipped_surrogate
-from spotlight.algorithms.forward_process import log_probs_before, noised, weighted_error
+from spotlight.algorithms.forward_process import noised, weighted_error
+from spotlight.algorithms.replay import log_probs_before
 from spotlight.config.sections.newer_algorithms import VGRPOConfig
-from spotlight.diffusion.samplers import Sampler, predict_x0
+from spotlight.diffusion.samplers import predict_x0
 
 
 @dataclass(frozen=True, slots=True)
-class VGRPO:
+class VGRPO(BaseAlgorithm):
     config: VGRPOConfig
-    sampler: Sampler
-    name: str = "v-grpo"
-    keeps: Literal["final"] = "final"
-    rollout_slot: Slot = "policy"
-    extra_slots: tuple[Slot, ...] = ()
-    takes_stale: Literal[False] = False
-
-    def timesteps(self, kept_steps: int) -> int:
-        return self.config.train_timesteps
+    takes_stale: ClassVar[bool] = False
 
     @torch.no_grad()
     def old_log_probs(self, policy: PolicyModel, batch: TrainBatch, timesteps: Timesteps) -> Tensor:
@@ -58,9 +52,6 @@ class VGRPO:
             log_ratio = self._over_levels(log_ratio, timesteps)
         loss, metrics = clipped_surrogate(log_ratio, advantages, config.clip_range)
         return LossTerms(loss, {**metrics, "surrogate": surrogate.detach()})
-
-    def old_decay(self, n: float) -> None:
-        return
 
     def _surrogate(self, policy: PolicyModel, batch: TrainBatch, timesteps: Timesteps) -> Tensor:
         config = self.config

@@ -108,8 +108,8 @@ class Run:
             raise StoreError(f"{path}: no such pictures; expected one of {', '.join(found) or 'none'}.")
         return path
 
-    def training_pictures(self, iteration: int) -> list[dict[str, Any]]:
-        """Best and worst picture of a few groups trained in an iteration: a row each, with all its rewards.
+    def training_pictures(self, iteration: int) -> DataFrame:
+        """A row for the best and the worst picture of a few groups trained in an iteration, with all rewards.
 
         Raises StoreError if none were kept of it.
         """
@@ -125,16 +125,17 @@ class Run:
                 f"{paths.images}: no pictures of iteration {iteration}'s groups; expected one of "
                 f"{found or 'none: metrics.training_pictures_every says when they are kept'}."
             )
-        return [
+        names = ("prompt", "place", "path", "rollout")
+        rows = (
             {
-                "prompt": note.caption,
-                "place": place_of(note.path)[1],
-                "path": note.path,
-                "rollout": note.rollout,
+                **dict(
+                    zip(names, (note.caption, place_of(note.path)[1], note.path, note.rollout), strict=True)
+                ),
                 **note.scores,
             }
             for note in notes
-        ]
+        )
+        return _frame(rows, names)
 
     @property
     def lora(self) -> Path | None:

@@ -26,11 +26,11 @@ _WIDTH = 100
 def config(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="CONFIG.yaml|KEY=VALUE", help="As for train.", show_default=False),
+        typer.Argument(metavar="CONFIG.yaml|KEY=VALUE", help="As for train."),
     ] = None,
     like: Annotated[
         str | None,
-        typer.Option("--like", help="Start from another trainer's settings.", show_default=False),
+        typer.Option("--like", help="Start from another trainer's settings."),
     ] = None,
     diff: Annotated[bool, typer.Option("--diff", help="Print only what differs from the defaults.")] = False,
 ) -> None:

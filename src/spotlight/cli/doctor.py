@@ -24,7 +24,6 @@ _Model: TypeAlias = Annotated[
         metavar="MODEL",
         help="With --gpu: a family, the hub id of a published model, a preset or a configuration file "
         "(default: qwen-image).",
-        show_default=False,
     ),
 ]
 _Side: TypeAlias = Annotated[
@@ -33,12 +32,9 @@ _Side: TypeAlias = Annotated[
         "--side",
         min=16,
         help="With --gpu: height and width in pixels (default: the configuration's, else 512).",
-        show_default=False,
     ),
 ]
-_Json: TypeAlias = Annotated[
-    Path | None, typer.Option("--json", help="With --gpu: write a report there.", show_default=False)
-]
+_Json: TypeAlias = Annotated[Path | None, typer.Option("--json", help="With --gpu: write a report there.")]
 
 
 class Verdict(StrEnum):

@@ -7,6 +7,7 @@ import os
 
 import typer
 
+import spotlight
 from spotlight.cli.config_command import config
 from spotlight.cli.doctor import doctor
 from spotlight.cli.runs.audit import audit
@@ -17,7 +18,6 @@ from spotlight.cli.runs.generate import generate
 from spotlight.cli.runs.list_runs import runs
 from spotlight.cli.runs.train import train
 from spotlight.cli.tiny_command import tiny
-from spotlight.cli.version import version
 from spotlight.registry import COMMANDS
 from spotlight_rewards.commands.any_terminal import AnyTerminal
 from spotlight_rewards.commands.exit_codes import complain, failure
@@ -32,6 +32,14 @@ def wait_for_threads_asleep() -> None:
     # that waits has the core of the one it waits for, and a step takes more than twice as long.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
+
+
+def version() -> None:
+    """Print the version of Spotlight.
+
+    [bold]Example[/bold]: spotlight version
+    """
+    typer.echo(spotlight.__version__)
 
 
 def prepare_process() -> None:

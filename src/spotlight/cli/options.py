@@ -20,19 +20,12 @@ Quantize: TypeAlias = Literal["none", "int8", "nf4"]
 WeightsOption: TypeAlias = Annotated[
     Weights | None,
     typer.Option(
-        "--weights",
-        help="Which weights (default: those the run judges by); reference: before training.",
-        show_default=False,
+        "--weights", help="Which weights (default: those the run judges by); reference: before training."
     ),
 ]
 IterationOption: TypeAlias = Annotated[
     int | None,
-    typer.Option(
-        "--iteration",
-        min=0,
-        help="The checkpoint after so many iterations (default: the newest).",
-        show_default=False,
-    ),
+    typer.Option("--iteration", min=0, help="The checkpoint after so many iterations (default: the newest)."),
 ]
 BestOption: TypeAlias = Annotated[
     bool, typer.Option("--best", help="The kept checkpoint with the best validation.")
@@ -43,7 +36,6 @@ CurveOption: TypeAlias = Annotated[
         "--by",
         metavar="CURVE",
         help="With --best: by this curve of validation, such as pickscore (default: the one judged).",
-        show_default=False,
     ),
 ]
 DeviceOption: TypeAlias = Annotated[Device, typer.Option("--device", help="Where the model lives.")]
@@ -52,9 +44,7 @@ DeviceOption: TypeAlias = Annotated[Device, typer.Option("--device", help="Where
 QuantizeOption: TypeAlias = Annotated[
     Quantize | None,
     typer.Option(
-        "--quantize",
-        help="How the base beside a LoRA is held (default: as in training, model.quantize).",
-        show_default=False,
+        "--quantize", help="How the base beside a LoRA is held (default: as in training, model.quantize)."
     ),
 ]
 

@@ -43,8 +43,6 @@ def run_named(text: str) -> Path | None:
 RunArgument = Annotated[
     str,
     typer.Argument(
-        metavar="RUN",
-        help="A run directory, the name of one in runs/, or s3://BUCKET/PREFIX/NAME.",
-        show_default=False,
+        metavar="RUN", help="A run directory, the name of one in runs/, or s3://BUCKET/PREFIX/NAME."
     ),
 ]

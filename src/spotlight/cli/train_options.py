@@ -12,7 +12,6 @@ ConfigArgument: TypeAlias = Annotated[
         metavar="CONFIG.yaml|RUN|KEY=VALUE",
         help="A configuration file (without it: the embedded default), or a run to go on with; and overrides "
         "in YAML syntax.",
-        show_default=False,
     ),
 ]
 DryRunOption: TypeAlias = Annotated[
@@ -31,7 +30,6 @@ AddressOption: TypeAlias = Annotated[
         "--address",
         metavar="HOST:PORT",
         help="Join this Ray cluster: short for fleet.driver=ray fleet.address=HOST:PORT.",
-        show_default=False,
     ),
 ]
 DeadlineOption: TypeAlias = Annotated[
@@ -41,7 +39,6 @@ DeadlineOption: TypeAlias = Annotated[
         metavar="H",
         help="Add and drop spot nodes so that the run ends H hours after its first attempt began: short for "
         "fleet.driver=ray fleet.target.deadline_h=H.",
-        show_default=False,
     ),
 ]
 BudgetOption: TypeAlias = Annotated[
@@ -51,7 +48,6 @@ BudgetOption: TypeAlias = Annotated[
         metavar="USD",
         help="Likewise, so that the run costs no more: short for fleet.driver=ray "
         "fleet.target.budget_usd=USD.",
-        show_default=False,
     ),
 ]
 FitOption: TypeAlias = Annotated[
@@ -60,7 +56,6 @@ FitOption: TypeAlias = Annotated[
         "--fit",
         metavar="GB|auto",
         help="Change what it takes for a GPU of GB (auto: this machine's), by the memory plan, and say what.",
-        show_default=False,
     ),
 ]
 VoteOption: TypeAlias = Annotated[
@@ -78,7 +73,6 @@ RanksOption: TypeAlias = Annotated[
         metavar="N",
         min=1,
         help="Train with N processes of this machine, one per GPU; they are started, and end, together.",
-        show_default=False,
     ),
 ]
 PlainOption: TypeAlias = Annotated[
@@ -95,7 +89,6 @@ ProfileOption: TypeAlias = Annotated[
         min=1,
         help="Write torch profiler traces of up to N denoising steps (on a cluster: of one worker) and N "
         "micro-batches of one iteration into the run directory.",
-        show_default=False,
     ),
 ]
 ForkOption: TypeAlias = Annotated[
@@ -104,7 +97,6 @@ ForkOption: TypeAlias = Annotated[
         "--fork",
         metavar="RUN",
         help="Another run, --name, from a checkpoint of this one, with its optimizer and reference.",
-        show_default=False,
     ),
 ]
 IterationOption: TypeAlias = Annotated[
@@ -114,12 +106,9 @@ IterationOption: TypeAlias = Annotated[
         metavar="N",
         min=1,
         help="Of --fork: the checkpoint after so many iterations; default: the newest.",
-        show_default=False,
     ),
 ]
-NameOption: TypeAlias = Annotated[
-    str | None, typer.Option("--name", help="Of --fork: the new run's name.", show_default=False)
-]
+NameOption: TypeAlias = Annotated[str | None, typer.Option("--name", help="Of --fork: the new run's name.")]
 KeepDashboardOption: TypeAlias = Annotated[
     bool, typer.Option("--keep-dashboard", help="As --dashboard, but it stays when the run has ended.")
 ]

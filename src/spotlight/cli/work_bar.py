@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
-from spotlight.runtime.observer import Silent
+from spotlight.runtime.observer import Observer
 from spotlight.scheduler.types import Phase
 
 
-class WorkBar(Silent):
+class WorkBar(Observer):
     """An ``Observer`` that draws one bar on stderr if it is a terminal. Use as a context manager."""
 
     def __init__(self) -> None:
@@ -24,9 +23,7 @@ class WorkBar(Silent):
         self._progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
     def note(self, text: str) -> None:

@@ -253,7 +253,10 @@ def _explain(detail: ErrorDetails, algorithm: type[AlgorithmSection] | None) -> 
     if detail["type"] in {"union_tag_invalid", "union_tag_not_found"}:
         context = detail.get("ctx", {})
         expected = str(context.get("expected_tags", "an algorithm's name"))
-        tag = context.get("tag")
+        tag, found = context.get("tag"), detail["input"]
+        if not isinstance(found, Mapping):
+            name = found if isinstance(found, str) else "NAME"
+            return Problem(key, repr(found), "a section", f"Write {key}.name={name}.")
         if tag is None:
             return Problem(f"{key}.name", "nothing", expected, f"Set {key}.name=NAME.")
         return Problem(f"{key}.name", repr(tag), expected, _nearest(tag, expected) or absent_remedy(tag))

@@ -55,14 +55,29 @@ class Sampler(Protocol):
         """Mean and std of x' given x, v̂ [batch, ...] and the noise levels s > s' [batch]."""
 
     def log_prob(self, x_next: Tensor, moments: Moments) -> Tensor:
-        """Mean log-density [batch] of x' as stored. Raises UndefinedLogProbError if not stochastic."""
+        """Mean log-density [batch] of x' as stored: < -(x'-mean)²/2k² - ln k - ½ ln 2π >.
+
+        Raises:
+            UndefinedLogProbError: it is not stochastic.
+        """
+        _require_stochastic(self)
+        squared = (x_next.float() - moments.mean).square()
+        constant = torch.log(moments.std) + 0.5 * math.log(2 * math.pi)
+        return _mean(-squared / (2 * moments.std.square()) - constant)
 
     def kl(self, moments: Moments, reference: Moments) -> Tensor:
-        """KL to the reference's step, [batch]. Raises UndefinedLogProbError if not stochastic."""
+        """KL to the reference's step, [batch]: <(mean - mean_ref)²> / 2 kl_std².
+
+        Raises:
+            UndefinedLogProbError: it is not stochastic.
+        """
+        _require_stochastic(self)
+        squared = (moments.mean - reference.mean).square()
+        return _mean(squared / (2 * moments.kl_std.square()))
 
 
 @dataclass(frozen=True, slots=True)
-class FlowSDE:
+class FlowSDE(Sampler):
     """Flow-GRPO's SDE (arXiv 2505.05470): q = a sqrt(s / (1 - s)), kick q sqrt(d).
 
     At s = 1, 1 - s uses the second schedule value instead. That is s', so the first kick is exactly a.
@@ -83,19 +98,9 @@ class FlowSDE:
         one_minus = 1 - torch.where(sigma == 1, sigma_next, sigma)
         return _langevin(x, velocity, sigma, sigma_next, self.noise_level * torch.sqrt(sigma / one_minus))
 
-    def log_prob(self, x_next: Tensor, moments: Moments) -> Tensor:
-        """< -(x'-mean)²/2k² - ln k - ½ ln 2π >."""
-        _require_stochastic(self)
-        return _gaussian_log_prob(x_next, moments)
-
-    def kl(self, moments: Moments, reference: Moments) -> Tensor:
-        """<(mean - mean_ref)²> / 2q²."""
-        _require_stochastic(self)
-        return _scaled_distance(moments, reference)
-
 
 @dataclass(frozen=True, slots=True)
-class Dance:
+class Dance(Sampler):
     """DanceGRPO's SDE (arXiv 2505.07818): constant q = η, score = -(x - (1-s) x̂0) / s²."""
 
     eta: float = 0.3
@@ -112,19 +117,9 @@ class Dance:
         """mean = x - d v̂ + ½η²d score (Flow-SDE's mean at q = η), std = η sqrt(d)."""
         return _langevin(x, velocity, sigma, sigma_next, torch.full_like(sigma, self.eta))
 
-    def log_prob(self, x_next: Tensor, moments: Moments) -> Tensor:
-        """< -(x'-mean)²/2k² - ln k - ½ ln 2π >."""
-        _require_stochastic(self)
-        return _gaussian_log_prob(x_next, moments)
-
-    def kl(self, moments: Moments, reference: Moments) -> Tensor:
-        """<(mean - mean_ref)²> / 2η²."""
-        _require_stochastic(self)
-        return _scaled_distance(moments, reference)
-
 
 @dataclass(frozen=True, slots=True)
-class CPS:
+class CPS(Sampler):
     """Coefficients-preserving sampling (arXiv 2509.05952): x' has exactly the noise level s'.
 
     Of it n' = s' sin(aπ/2) is fresh noise. The log-prob has no normaliser, so clip ranges do not transfer
@@ -155,14 +150,9 @@ class CPS:
         _require_stochastic(self)
         return -_mean((x_next.float() - moments.mean).square())
 
-    def kl(self, moments: Moments, reference: Moments) -> Tensor:
-        """<(mean - mean_ref)²> / 2n'²."""
-        _require_stochastic(self)
-        return _scaled_distance(moments, reference)
-
 
 @dataclass(frozen=True, slots=True)
-class ODE:
+class ODE(Sampler):
     """Euler's step, bitwise equal to diffusers' ``FlowMatchEulerDiscreteScheduler``."""
 
     @property
@@ -174,12 +164,6 @@ class ODE:
         mean = euler(x, velocity, sigma, sigma_next)
         zero = torch.zeros_like(_per_sample(sigma, x))
         return Moments(mean, zero, zero)
-
-    def log_prob(self, x_next: Tensor, moments: Moments) -> Tensor:
-        raise _undefined(self)
-
-    def kl(self, moments: Moments, reference: Moments) -> Tensor:
-        raise _undefined(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,17 +278,6 @@ def _langevin(x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor, q:
     return Moments(mean, _per_sample(q * torch.sqrt(length), x), _per_sample(q, x))
 
 
-def _gaussian_log_prob(x_next: Tensor, moments: Moments) -> Tensor:
-    squared = (x_next.float() - moments.mean).square()
-    constant = torch.log(moments.std) + 0.5 * math.log(2 * math.pi)
-    return _mean(-squared / (2 * moments.std.square()) - constant)
-
-
-def _scaled_distance(moments: Moments, reference: Moments) -> Tensor:
-    squared = (moments.mean - reference.mean).square()
-    return _mean(squared / (2 * moments.kl_std.square()))
-
-
 def _mean(x: Tensor) -> Tensor:
     return x.flatten(1).mean(1)
 
@@ -325,11 +298,7 @@ def _check_noise_level(sampler: str, value: float, largest: float) -> None:
 
 def _require_stochastic(sampler: Sampler) -> None:
     if not sampler.stochastic:
-        raise _undefined(sampler)
-
-
-def _undefined(sampler: Sampler) -> UndefinedLogProbError:
-    return UndefinedLogProbError(
-        f"{sampler} is deterministic: its steps have no log-prob and no KL; use flow-sde, cps or dance "
-        "with a noise level above 0 for the steps that are trained"
-    )
+        raise UndefinedLogProbError(
+            f"{sampler} is deterministic: its steps have no log-prob and no KL; use flow-sde, cps or dance "
+            "with a noise level above 0 for the steps that are trained"
+        )

@@ -17,7 +17,6 @@ from spotlight.config.sections.algorithm import BatchStartSection
 from spotlight.data.media_size import media_size
 from spotlight.dry_run.model_plan import ModelSizes, NotHere, TransformerSizes, bind_targets
 from spotlight.models.shared.quantised import held_bytes, held_of
-from spotlight.rollout.limits import decode_batch
 from spotlight.training.timesteps import largest_pass
 
 if TYPE_CHECKING:
@@ -307,7 +306,7 @@ def _activations(
     )
     yield Estimate("activations", per_layer * values, formula, "training")
     batch, rollout = config.rollout.batch_size, config.rollout
-    decoded = decode_batch(media_size(rollout), batch)
+    decoded = media_size(rollout).decoded_together(batch)
     forward = batch * tokens * model.dimensions.width * size * costs.forward
     yield Estimate("denoising forward", forward, f"{costs.forward:g} x batch n D b", "denoising")
     if config.model.cuda_graphs:

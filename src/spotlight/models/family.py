@@ -45,8 +45,7 @@ from spotlight.models.shared.transformer_files import (
     weight_sources,
 )
 from spotlight.models.skeleton import load_weights, persistent_buffers
-from spotlight.models.text.embeddings import EmbeddingsCache, called_versions
-from spotlight.models.text.prompt_encoder import PromptEncoder
+from spotlight.models.text.prompt_encoder import EmbeddingsCache, PromptEncoder, called_versions
 from spotlight.models.tiny import write_pipeline
 from spotlight_files import pipeline_export
 from spotlight_files.model_errors import ModelError as ModelError

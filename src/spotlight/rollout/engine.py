@@ -30,7 +30,6 @@ from spotlight.models.family import ModelFamily
 from spotlight.models.media import MediaSize
 from spotlight.models.shared.flop_count import Compute, ForwardLog
 from spotlight.rollout import step_cache
-from spotlight.rollout.limits import decode_batch
 from spotlight.rollout.state import Added, FailedRollout, FinishedRollout, Recipe, RolloutState, SampleTensors
 from spotlight.scheduler.types import Purpose, Rollout
 from spotlight_kernels.measure.peak_rates import peak_of
@@ -168,7 +167,7 @@ class Engine:
         results: list[FinishedRollout | FailedRollout | None] = [_failure(state) for state in states]
         sound = [i for i, result in enumerate(results) if result is None]
         for size, members in _grouped((states[i].recipe.size, i) for i in sound):
-            for batch in _chunks(members, decode_batch(size, self.max_batch)):
+            for batch in _chunks(members, size.decoded_together(self.max_batch)):
                 decoded = self._family.decode(torch.stack([states[i].latents for i in batch]), size)
                 for i, frames in zip(batch, decoded, strict=True):
                     image = frames[0] if size.frames == 1 else frames

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from spotlight.models.family import ModelFamily
 from spotlight.models.media import MediaSize
-from spotlight.rollout.limits import decode_batch
 from spotlight.rollout.state import FinishedRollout, Recipe, SampleTensors
 from spotlight.scheduler.types import Rollout
 from spotlight_rewards.base.file_errors import StoreError
@@ -48,7 +47,7 @@ class StoredPictures:
 
     def _encoded(self, pictures: Sequence[NDArray[np.uint8]], size: MediaSize) -> Iterator[Tensor]:
         """Latents on the CPU; an encoder needs as much memory per pixel as a decoder."""
-        together = decode_batch(size, len(pictures))
+        together = size.decoded_together(len(pictures))
         for start in range(0, len(pictures), together):
             stacked = np.stack(pictures[start : start + together])
             yield from self.family.encode_pictures(stacked, size).cpu()

@@ -4,6 +4,8 @@
         attempt.result = ...            # drive, starting at attempt.newest
 
 However the block ends, the ledger records how the attempt ended and where its seconds went.
+
+The versions that a checkpoint was written with, and what others may do to the rest of a run.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import spotlight
@@ -22,7 +25,6 @@ from spotlight.config.load import dump_config
 from spotlight.config.schema import RunConfig
 from spotlight.data.datasets import Prompts
 from spotlight.dry_run.estimating import estimate_run
-from spotlight.runtime.library_versions import library_versions, version_note
 from spotlight.runtime.observer import Observer
 from spotlight.runtime.preflight import require_same_prompts
 from spotlight.runtime.recorder import RunRecorder
@@ -301,3 +303,36 @@ def _attempt_log(path: Path) -> Iterator[None]:
         root.removeHandler(handler)
         root.setLevel(level)
         handler.close()
+
+
+# -- the versions that a checkpoint was written with, and what others may do to the rest of a run ----------
+
+
+_MAY_DIFFER = {
+    "torch": "kernels, and with them the rounding of every forward and update",
+    "diffusers": "the model's forward, and how its weights are read",
+    "transformers": "text encoders, and with them the embeddings of prompts that are not in cache_dir",
+    "spotlight-rl": "anything that CHANGELOG.md names",
+}
+
+
+def library_versions() -> dict[str, str]:
+    """Of the libraries that a run's numbers come from."""
+    return {name: version(name) for name in ("torch", "diffusers", "transformers")}
+
+
+def version_note(then: CheckpointHeader, now: Mapping[str, str]) -> str | None:
+    """What differs from the versions that a checkpoint names, of those that it does name."""
+    named = {**then.versions, "spotlight-rl": then.package_version}
+    current = {**now, "spotlight-rl": spotlight.__version__}
+    changed = [
+        f"{name} {named[name]} then, {current[name]} now ({may_differ} may differ)"
+        for name, may_differ in _MAY_DIFFER.items()
+        if name in named and named[name] != current[name]
+    ]
+    if not changed:
+        return None
+    return (
+        f"other versions than those that wrote the checkpoint: {'; '.join(changed)}. The run goes on, but "
+        "need not equal one that was not interrupted; for that, install the former versions"
+    )

@@ -28,7 +28,7 @@ from spotlight.models.shared.transformer_files import weight_sources
 from spotlight.models.slots import Slot, WeightSlots
 from spotlight.rollout.state import FailedRollout, FinishedRollout, Recipe
 from spotlight.runtime.assembly import components as build
-from spotlight.runtime.observer import Observer, Silent
+from spotlight.runtime.observer import Observer
 from spotlight.runtime.process import prepare_process
 from spotlight.runtime.recorder import LEARNER_FOLDER
 from spotlight.runtime.validation import Validation, summarise
@@ -163,7 +163,8 @@ class TrainedRun:
         shown = [str(path.resolve()) for path in references]
         require_references(self.config, shown)
         inputs = {PromptId(text): self._input(text, shown) for text in prompts}
-        results = [result for part in self._denoise(rollouts, inputs, guidance, Silent()) for result in part]
+        made = self._denoise(rollouts, inputs, guidance, Observer())
+        results = [result for part in made for result in part]
         pictures = [result.image for result in results if isinstance(result, FinishedRollout)]
         if len(pictures) != len(results):
             raise ModelError(

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 from spotlight.scheduler.types import Phase
 
 
-class Observer(Protocol):
-    """Receives a run's progress, in order, on the driver's thread. Must not raise."""
+class Observer:
+    """Receives a run's progress, in order, on the driver's thread; this one ignores it. Must not raise."""
 
     def note(self, text: str) -> None:
         """Show a message (resumed from, a damaged checkpoint, a dropped sample)."""
@@ -24,6 +23,7 @@ class Observer(Protocol):
 
     def left_s(self) -> float:
         """Seconds that the phase of the last :meth:`work` still takes, as measured; NaN: unknown."""
+        return math.nan
 
     def billed(self, cost_usd: float) -> None:
         """Total cost so far, on clusters whose nodes come and go."""
@@ -56,26 +56,3 @@ class NotScored:
         for why, samples in self._samples.items():
             more = f" and {len(samples) - 1} more are" if len(samples) > 1 else " is"
             note(f"{samples[0]}{more} not scored: {why}")
-
-
-class Silent:
-    """An observer that ignores everything."""
-
-    def note(self, text: str) -> None:
-        """Ignore."""
-
-    def work(self, phase: Phase, done: float, total: int) -> None:
-        """Ignore."""
-
-    def left_s(self) -> float:
-        """Unknown."""
-        return math.nan
-
-    def billed(self, cost_usd: float) -> None:
-        """Ignore."""
-
-    def evaluated(self, iteration: int, row: Mapping[str, float]) -> None:
-        """Ignore."""
-
-    def iterated(self, iteration: int, row: Mapping[str, float]) -> None:
-        """Ignore."""

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,17 +38,19 @@ CONTROLLER_FILE, LEARNER_FOLDER = "controller.json", "learner"
 Picture = NDArray[np.uint8]
 
 
-class Recorder(Protocol):
-    """Where the driver writes."""
+@dataclass(slots=True)
+class Recorder:
+    """What a driver records: a rank that is not the main one only takes part in what is collective."""
+
+    ranks: Ranks
+    prompts: Mapping[PromptId, Prompt]
+    strict: str | None
 
     def write(self, position: int, record: Record) -> None:
-        """Add a record; durable after :meth:`flush`."""
+        """Add a record; durable with the next bill."""
 
     def grant(self, effect: GrantLease) -> None:
-        """Add who works on which rollouts; durable after :meth:`flush`."""
-
-    def flush(self) -> None:
-        """Make all records and leases durable."""
+        """Add who works on which rollouts; durable with the next bill."""
 
     def spend(self, seconds: Mapping[Phase, float]) -> None:
         """Bill an interval of every worker's time."""
@@ -62,6 +63,7 @@ class Recorder(Protocol):
         Args:
             pictures: by rollout of the grid, in its order; None: not scored.
         """
+        return summarise(effect.scored, effect.scores, self.prompts, self.strict).row()
 
     def training(
         self,
@@ -83,13 +85,14 @@ class Recorder(Protocol):
 
     def checkpoint(self, effect: CommitCheckpoint, learner: Learner) -> None:
         """Commit learner, controller and ledger position together. Collective; flush before."""
+        _save_learner(learner, None, self.ranks)
 
     def committed(self, effect: CommitCheckpoint) -> None:
         """Record that a checkpoint is committed: without one the run does not start over."""
 
 
 @dataclass(slots=True)
-class RunRecorder:
+class RunRecorder(Recorder):
     """The main rank's recorder.
 
     Attributes:
@@ -106,11 +109,8 @@ class RunRecorder:
     ledger: SqliteLedger
     checkpoints: CheckpointStore
     metrics: MetricsWriter
-    ranks: Ranks
     workers: Mapping[WorkerId, float]
-    prompts: Mapping[PromptId, Prompt]
     header: CheckpointHeader
-    strict: str | None
     grid_images: int
     fps: float
     kept: TrainingPictures
@@ -260,54 +260,6 @@ class RunRecorder:
         if any(tiles):  # none of the grid's samples may have been scored
             write_grid(self.paths, effect.iteration, tiles, columns=self.grid_images, title=title)
             self.metrics.pictures(effect.iteration)
-
-
-@dataclass(slots=True)
-class PassiveRecorder:
-    """The other ranks' recorder: writes only their share of the learner's state."""
-
-    ranks: Ranks
-    prompts: Mapping[PromptId, Prompt]
-    strict: str | None
-
-    def write(self, position: int, record: Record) -> None:
-        """Ignore."""
-
-    def grant(self, effect: GrantLease) -> None:
-        """Ignore."""
-
-    def flush(self) -> None:
-        """Ignore."""
-
-    def spend(self, seconds: Mapping[Phase, float]) -> None:
-        """Ignore: the main rank bills all workers."""
-
-    def evaluation(
-        self, effect: ReportEvaluation, samples_trained: int, pictures: Mapping[Rollout, Picture | None]
-    ) -> dict[str, float]:
-        """Return the metrics row only."""
-        return summarise(effect.scored, effect.scores, self.prompts, self.strict).row()
-
-    def training(
-        self,
-        iteration: int,
-        shown: Mapping[Rollout, Mapping[str, float]],
-        pictures: Mapping[RolloutId, Picture],
-    ) -> None:
-        """Ignore."""
-
-    def pipeline(self, effect: ReportPipeline) -> None:
-        """Ignore."""
-
-    def iteration(self, iteration: int, samples_trained: int, row: Mapping[str, float]) -> None:
-        """Ignore."""
-
-    def checkpoint(self, effect: CommitCheckpoint, learner: Learner) -> None:
-        """Save this rank's shards."""
-        _save_learner(learner, None, self.ranks)
-
-    def committed(self, effect: CommitCheckpoint) -> None:
-        """Ignore."""
 
 
 def _reference(path: str) -> Picture:

@@ -32,7 +32,7 @@ from spotlight.runtime.main_turn import MainTurn
 from spotlight.runtime.observer import Observer
 from spotlight.runtime.preflight import finished_note, finished_summary, require_disk, require_startable
 from spotlight.runtime.process import explain_out_of_memory, prepare_process
-from spotlight.runtime.recorder import CONTROLLER_FILE, LEARNER_FOLDER, PassiveRecorder, Recorder, RunRecorder
+from spotlight.runtime.recorder import CONTROLLER_FILE, LEARNER_FOLDER, Recorder, RunRecorder
 from spotlight.runtime.resuming.course import Resuming
 from spotlight.runtime.signals import stopping_gracefully
 from spotlight.scheduler.controller import Controller
@@ -97,7 +97,7 @@ def train(
                 materials,
                 observer,
                 clock,
-                PassiveRecorder(ranks, materials.prompts.by_id, config.evaluation.strict),
+                Recorder(ranks, materials.prompts.by_id, config.evaluation.strict),
             )
         directory = stack.enter_context(
             RunDirectory.open(config.runs_dir, config.name, dump_config(config), Resuming(config))

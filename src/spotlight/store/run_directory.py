@@ -26,7 +26,6 @@ import socket
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import TracebackType
 from typing import Protocol, Self, TypeAlias
 
 import yaml
@@ -194,9 +193,7 @@ class RunDirectory(RunPaths):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -29,8 +29,7 @@ from spotlight.models.media import MediaSize
 from spotlight.models.shared.flop_count import ForwardLog
 from spotlight.models.slots import WeightSlots
 from spotlight.training.device_memory import free_bytes, is_out_of_memory, measure_peak, release
-from spotlight.training.recompute import Recomputation
-from spotlight.training.recompute_level import Climb, modes_at
+from spotlight.training.recompute import Climb, Recomputation, modes_at
 from spotlight.training.settings import TrainingError, TrainingGuidance
 from spotlight.training.sharding import Ranks
 from spotlight.training.step_metrics import UpdateMeter

@@ -17,33 +17,24 @@ query; what it takes for A is not known to us: here, the reward of the anchor's 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from spotlight.algorithms.base import LossTerms, PolicyModel, Slot, Timesteps, TrainBatch
+from spotlight.algorithms.base import Keeps, LossTerms, PolicyModel, Slot, Timesteps, TrainBatch
+from spotlight.algorithms.base_algorithm import BaseAlgorithm
 from spotlight.algorithms.forward_process import mean_square, weighted_error
 from spotlight.algorithms.gradient.query import query_of
 from spotlight.config.sections.gradient_algorithms import OPSDConfig
-from spotlight.diffusion.samplers import Sampler, predict_x0
+from spotlight.diffusion.samplers import predict_x0
 
 
 @dataclass(frozen=True, slots=True)
-class OPSD:
+class OPSD(BaseAlgorithm):
     config: OPSDConfig
-    sampler: Sampler
-    name: str = "opsd"
-    keeps: Literal["query"] = "query"
-    rollout_slot: Slot = "old"
-    extra_slots: tuple[Slot, ...] = ("old",)
-    takes_stale: Literal[True] = True
-
-    def timesteps(self, kept_steps: int) -> int:
-        return 1
-
-    def old_log_probs(self, policy: PolicyModel, batch: TrainBatch, timesteps: Timesteps) -> None:
-        return
+    keeps: ClassVar[Keeps] = "query"
+    rollout_slot: ClassVar[Slot] = "old"
 
     def loss(self, policy: PolicyModel, batch: TrainBatch, timesteps: Timesteps) -> LossTerms:
         config, clip = self.config, self.config.advantage.clip
@@ -66,9 +57,6 @@ class OPSD:
             "realised_gain": gain / promised.clamp(min=1e-12),
         }
         return LossTerms(loss, metrics)
-
-    def old_decay(self, n: float) -> float:
-        return self.config.old_policy.decay(n)
 
 
 def _norm(x: Tensor) -> Tensor:

@@ -13,34 +13,20 @@ ReFL without its hinge, and with a fixed step where ReFL draws one of the last.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar
 
-from spotlight.algorithms.base import LossTerms, PolicyModel, Slot, Timesteps, TrainBatch
+from spotlight.algorithms.base import Keeps, LossTerms, PolicyModel, Timesteps, TrainBatch
+from spotlight.algorithms.base_algorithm import BaseAlgorithm
 from spotlight.algorithms.forward_process import mean_square
 from spotlight.algorithms.gradient.query import query_of
 from spotlight.config.sections.gradient_algorithms import ReFLConfig
-from spotlight.diffusion.samplers import Sampler, predict_x0
+from spotlight.diffusion.samplers import predict_x0
 
 
 @dataclass(frozen=True, slots=True)
-class ReFL:
+class ReFL(BaseAlgorithm):
     config: ReFLConfig
-    sampler: Sampler
-    name: str = "refl"
-    keeps: Literal["query"] = "query"
-    rollout_slot: Slot = "policy"
-    takes_stale: Literal[True] = True
-
-    @property
-    def extra_slots(self) -> tuple[Slot, ...]:
-        """The reference, if its weight is positive."""
-        return ("reference",) if self.config.reference_weight > 0 else ()
-
-    def timesteps(self, kept_steps: int) -> int:
-        return 1
-
-    def old_log_probs(self, policy: PolicyModel, batch: TrainBatch, timesteps: Timesteps) -> None:
-        return
+    keeps: ClassVar[Keeps] = "query"
 
     def loss(self, policy: PolicyModel, batch: TrainBatch, timesteps: Timesteps) -> LossTerms:
         at = query_of(batch, self.name)
@@ -54,6 +40,3 @@ class ReFL:
             loss = loss + self.config.reference_weight * distance
             metrics["reference_distance"] = distance.detach()
         return LossTerms(loss, metrics)
-
-    def old_decay(self, n: float) -> None:
-        return

@@ -13,41 +13,24 @@ rollouts.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
 from spotlight.algorithms.base import LossTerms, PolicyModel, Slot, Timesteps, TrainBatch
+from spotlight.algorithms.base_algorithm import BaseAlgorithm
 from spotlight.algorithms.forward_process import mean_square
 from spotlight.algorithms.preference.matching import groups_of, match
 from spotlight.config.sections.newer_algorithms import DGPOConfig
-from spotlight.diffusion.samplers import Sampler
 
 
 @dataclass(frozen=True, slots=True)
-class DGPO:
+class DGPO(BaseAlgorithm):
     config: DGPOConfig
-    sampler: Sampler
-    name: str = "dgpo"
-    keeps: Literal["final"] = "final"
-    takes_stale: Literal[True] = True
 
     @property
     def rollout_slot(self) -> Slot:
         """The old policy, if there is one."""
         return "policy" if self.config.clip_range is None else "old"
-
-    @property
-    def extra_slots(self) -> tuple[Slot, ...]:
-        """The reference and, with a clip, the old policy."""
-        return ("reference",) if self.config.clip_range is None else ("old", "reference")
-
-    def timesteps(self, kept_steps: int) -> int:
-        return self.config.train_timesteps
-
-    def old_log_probs(self, policy: PolicyModel, batch: TrainBatch, timesteps: Timesteps) -> None:
-        """None: the ratio is to the old slot."""
-        return
 
     def loss(self, policy: PolicyModel, batch: TrainBatch, timesteps: Timesteps) -> LossTerms:
         config, groups, advantages = self.config, groups_of(batch, self.name), batch.advantages
@@ -71,6 +54,3 @@ class DGPO:
             loss = loss + config.reference_weight * distance
             metrics["reference_distance"] = distance.detach()
         return LossTerms(loss, metrics)
-
-    def old_decay(self, n: float) -> float | None:
-        return None if self.config.clip_range is None else self.config.old_policy.decay(n)

@@ -12,33 +12,20 @@ samples with weights that need only values of the other one, so a pair's samples
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from spotlight.algorithms.base import GroupRows, LossTerms, PolicyModel, Slot, Timesteps, TrainBatch
+from spotlight.algorithms.base import GroupRows, LossTerms, PolicyModel, Timesteps, TrainBatch
+from spotlight.algorithms.base_algorithm import BaseAlgorithm
 from spotlight.algorithms.preference.matching import groups_of, match
 from spotlight.config.sections.newer_algorithms import DiffusionDPOConfig
-from spotlight.diffusion.samplers import Sampler
 
 
 @dataclass(frozen=True, slots=True)
-class DiffusionDPO:
+class DiffusionDPO(BaseAlgorithm):
     config: DiffusionDPOConfig
-    sampler: Sampler
-    name: str = "diffusion-dpo"
-    keeps: Literal["final"] = "final"
-    rollout_slot: Slot = "policy"
-    extra_slots: tuple[Slot, ...] = ("reference",)
-    takes_stale: Literal[True] = True
-
-    def timesteps(self, kept_steps: int) -> int:
-        return self.config.train_timesteps
-
-    def old_log_probs(self, policy: PolicyModel, batch: TrainBatch, timesteps: Timesteps) -> None:
-        return
 
     def loss(self, policy: PolicyModel, batch: TrainBatch, timesteps: Timesteps) -> LossTerms:
         """See the module's formula: a row has its pair's loss, with twice the gradient of its own error."""
@@ -63,9 +50,6 @@ class DiffusionDPO:
             "velocity_norm_ratio": found.norm_ratio,
         }
         return LossTerms(loss, metrics)
-
-    def old_decay(self, n: float) -> None:
-        return
 
 
 def pairs(groups: GroupRows, most: int | None) -> tuple[Tensor, Tensor]:

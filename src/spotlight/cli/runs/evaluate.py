@@ -31,14 +31,12 @@ if TYPE_CHECKING:
 def evaluate(
     run: RunArgument,
     images: Annotated[
-        int | None, typer.Option(min=1, help="Pictures per prompt (default: the run's).", show_default=False)
+        int | None, typer.Option(min=1, help="Pictures per prompt (default: the run's).")
     ] = None,
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Denoising steps (default: the run's).", show_default=False)
-    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps (default: the run's).")] = None,
     prompts: Annotated[
         Path | None,
-        typer.Option(help="File of prompts (default: the run's held-out prompts).", show_default=False),
+        typer.Option(help="File of prompts (default: the run's held-out prompts)."),
     ] = None,
     weights: WeightsOption = None,
     iteration: IterationOption = None,

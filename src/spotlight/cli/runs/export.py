@@ -25,9 +25,7 @@ if TYPE_CHECKING:
 
 DtypeOption: TypeAlias = Annotated[
     Literal["float32", "bfloat16"] | None,
-    typer.Option(
-        "--dtype", help="With --merged: type of its weights (default: model.dtype).", show_default=False
-    ),
+    typer.Option("--dtype", help="With --merged: type of its weights (default: model.dtype)."),
 ]
 
 
@@ -37,7 +35,6 @@ LayoutOption: TypeAlias = Annotated[
         "--format",
         help="A LoRA with the layer names of ComfyUI, or of kohya's scripts (sd-scripts, musubi-tuner), "
         "instead of diffusers'.",
-        show_default=False,
     ),
 ]
 
@@ -57,9 +54,7 @@ def export(
     layout: LayoutOption = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out", help="Where to (default: RUN/lora, RUN/lora-FORMAT or RUN/merged).", show_default=False
-        ),
+        typer.Option("--out", help="Where to (default: RUN/lora, RUN/lora-FORMAT or RUN/merged)."),
     ] = None,
     weights: WeightsOption = None,
     iteration: IterationOption = None,

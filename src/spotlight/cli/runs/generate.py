@@ -34,22 +34,20 @@ _SLUG_MAX = 48
 
 PromptOption: TypeAlias = Annotated[
     list[str] | None,
-    typer.Option("--prompt", "-p", help="What to draw; may be given several times.", show_default=False),
+    typer.Option("--prompt", "-p", help="What to draw; may be given several times."),
 ]
 PromptsOption: TypeAlias = Annotated[
     Path | None,
-    typer.Option("--prompts", metavar="FILE", help="Prompts to draw, .txt or .jsonl.", show_default=False),
+    typer.Option("--prompts", metavar="FILE", help="Prompts to draw, .txt or .jsonl."),
 ]
-HeightOption: TypeAlias = Annotated[
-    int | None, typer.Option(min=1, help="In pixels (default: the run's).", show_default=False)
-]
+HeightOption: TypeAlias = Annotated[int | None, typer.Option(min=1, help="In pixels (default: the run's).")]
 WidthOption: TypeAlias = HeightOption
 StepsOption: TypeAlias = Annotated[
-    int | None, typer.Option(min=1, help="Denoising steps (default: the run's).", show_default=False)
+    int | None, typer.Option(min=1, help="Denoising steps (default: the run's).")
 ]
 GuidanceOption: TypeAlias = Annotated[
     float | None,
-    typer.Option(min=1.0, help="True CFG scale (default: the run's).", show_default=False),
+    typer.Option(min=1.0, help="True CFG scale (default: the run's)."),
 ]
 ReferenceOption: TypeAlias = Annotated[
     list[Path] | None,
@@ -58,15 +56,12 @@ ReferenceOption: TypeAlias = Annotated[
         help="Picture to edit; may be given several times: all prompts are about all of them.",
         exists=True,
         dir_okay=False,
-        show_default=False,
     ),
 ]
 BeforeOption: TypeAlias = Annotated[
     bool, typer.Option("--before", help="Also draw with the weights before training, side by side.")
 ]
-OutOption: TypeAlias = Annotated[
-    Path | None, typer.Option("--out", help="Folder (default: RUN/generated).", show_default=False)
-]
+OutOption: TypeAlias = Annotated[Path | None, typer.Option("--out", help="Folder (default: RUN/generated).")]
 
 
 def generate(

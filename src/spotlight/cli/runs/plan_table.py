@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.table import Table
 
-from spotlight.cluster.local.fleet_plan import FleetPlan
+from spotlight.cluster.local.emulation import FleetPlan
 from spotlight.config.schema import RunConfig
 from spotlight.dry_run.fitting import NO_FITTING, Needs, find_fitting
 from spotlight.dry_run.fitting_sizes import RANKS, SHORTER_PX

@@ -1,6 +1,8 @@
 """Progress display: live bars on a terminal, one line per event elsewhere and in the attempt's log.
 
 Drawing never slows the run: events only set fields, and a thread redraws twice per second.
+
+How far rounding alone moves replayed log-probs from the rollouts', against the clip of the ratio.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console, Group, RenderableType
@@ -22,14 +23,15 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from spotlight.report.replay_noise import noisy_clip_range, replay_noise_note
+from spotlight.config.schema import RunConfig
 from spotlight.report.wording import duration, money, score
-from spotlight.runtime.observer import Silent
+from spotlight.runtime.observer import Observer
 from spotlight.scheduler.types import Phase
 from spotlight.store.metrics import JUDGED, STDERR
 
 if TYPE_CHECKING:
-    from spotlight.config.schema import RunConfig
+    pass
+
 
 log = logging.getLogger("spotlight")
 
@@ -122,7 +124,7 @@ def _is_silent(row: Mapping[str, float]) -> bool:
     return left_out or row.get("advantage/silent_groups_share", 0) > 0.999
 
 
-class RunProgress(Silent):
+class RunProgress(Observer):
     """An ``Observer`` of the run, which only logs; base of both displays. Use as a context manager."""
 
     def __init__(self, facts: Facts) -> None:
@@ -133,9 +135,7 @@ class RunProgress(Silent):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         return
 
     def say(self, text: str) -> None:
@@ -229,9 +229,7 @@ class LiveProgress(RunProgress):
         self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with suppress(OSError):  # its terminal is gone
             self._live.stop()
 
@@ -326,3 +324,35 @@ def training(row: Mapping[str, float]) -> str:
 
 def _rate(facts: Facts) -> str:
     return f"  {facts.rate:.1f}/s" if math.isfinite(facts.rate) else ""
+
+
+# -- how far rounding alone moves replayed log-probs from the rollouts', against the clip of the ratio -----
+
+
+def noisy_clip_range(config: RunConfig) -> float | None:
+    """The clip range of ratios that rounding reaches; None where all are 1, or none is of log-probs."""
+    algorithm = config.algorithm
+    old = getattr(algorithm, "old_log_probs", None)
+    if old == "rollout" or (old == "recompute" and config.learner.updates_per_batch > 1):
+        clip_range: float = getattr(algorithm, "clip_range")  # noqa: B009 - of those with old_log_probs
+        return clip_range
+    return None
+
+
+def replay_noise_note(row: Mapping[str, float], clip_range: float | None) -> str | None:
+    """What to say about an iteration's ``replay/`` metrics; None if :func:`noisy_clip_range` is.
+
+    Log-probs are means over the latent, and so is ``clip_range``: where rounding exceeds it, noise decides
+    which updates are clipped.
+    """
+    found = [value for name, value in row.items() if name.startswith("replay/")]
+    if clip_range is None or not found:
+        return None
+    noise = max(found)
+    note = f"rounding moves replayed log-probs by {noise:.1e} (algorithm.clip_range {clip_range:g})"
+    if noise <= clip_range:
+        return note
+    return (
+        f"WARNING: {note}: noise decides what is clipped. Set algorithm.old_log_probs=stop_gradient, a "
+        "larger algorithm.clip_range, or learner.autocast=none with model.dtype=float32"
+    )

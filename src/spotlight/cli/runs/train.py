@@ -302,8 +302,7 @@ def _smoke(config: RunConfig) -> list[str]:
 
 def _print_plan(config: RunConfig, arguments: Sequence[str], ranks: int | None) -> None:
     from spotlight.cli.runs.plan_table import print_plan
-    from spotlight.cluster.local.emulation import require_learner_room
-    from spotlight.cluster.local.fleet_plan import plan_fleet
+    from spotlight.cluster.local.emulation import plan_fleet, require_learner_room
     from spotlight.dry_run.estimating import estimate_run
     from spotlight.dry_run.run_plan import make_plan
     from spotlight.report.wording import estimate_words

@@ -156,10 +156,10 @@ class AlgorithmSection(Section):
     @property
     def old_policy_starts_batch(self) -> bool:
         """Whether those weights are the policy before a batch; the batch's first update skips them then."""
-        return self._follows is not None and 0 in (self._follows.slope, self._follows.cap)
+        return self.follows is not None and 0 in (self.follows.slope, self.follows.cap)
 
     @property
-    def _follows(self) -> OldPolicyConfig | None:
+    def follows(self) -> OldPolicyConfig | None:
         old_policy = getattr(self, "old_policy", None)
         return old_policy if isinstance(old_policy, OldPolicyConfig) else None
 
@@ -176,7 +176,7 @@ class AlgorithmSection(Section):
     @property
     def decays_by_steps(self) -> bool:
         """Whether the old policy's decay is a function of optimizer steps, not of batches."""
-        return self._follows is not None and self._follows.count == "steps"
+        return self.follows is not None and self.follows.count == "steps"
 
     @property
     def shares_draws(self) -> bool:

@@ -18,9 +18,9 @@ import logging
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from operator import attrgetter
 from pathlib import Path
-from types import TracebackType
 from typing import Self, TypeAlias, assert_never
 
 from spotlight.scheduler.records import (
@@ -37,7 +37,7 @@ from spotlight.scheduler.records import (
     StepApplied,
     VersionPublished,
 )
-from spotlight.scheduler.types import Filler, Lease, Phase, RolloutId, WorkerId
+from spotlight.scheduler.types import Filler, Lease, Phase, Rollout, RolloutId, WorkerId
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.course_changes import CourseChange, course_words, read_course
 from spotlight.store.ledger.ledger_digest import RunningDigest
@@ -138,11 +138,7 @@ class SqliteLedger:
         version = SCHEMA_VERSION
         if not is_new:
             version = queries.check_identity(self._connection, self._path)
-        for pragma in (
-            "journal_mode = WAL",
-            "synchronous = FULL",
-            "foreign_keys = ON",
-        ):
+        for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
             self._connection.execute(f"PRAGMA {pragma}")
         if is_new:
             self._connection.executescript(f"BEGIN IMMEDIATE;\n{SCHEMA}\nCOMMIT;")
@@ -220,14 +216,9 @@ class SqliteLedger:
             self._close_dead_attempts()
             row = self._connection.execute("SELECT COALESCE(MAX(number), 0) + 1 FROM attempts").fetchone()
             number = int(row[0])
-            self._connection.execute(
-                "INSERT INTO attempts (number, pid, host, started_at, seen_at) VALUES (?, ?, ?, ?, ?)",
-                (number, pid, host, now_s, now_s),
-            )
-            self._connection.executemany(
-                "INSERT INTO attempt_workers VALUES (?, ?, ?, ?, NULL)",
-                [(number, worker, price, now_s) for worker, price in workers.items()],
-            )
+            begun = {"number": number, "pid": pid, "host": host, "started_at": now_s, "seen_at": now_s}
+            self._insert_all("attempts", [begun])
+            self._insert_all("attempt_workers", _joined(number, workers, now_s))
         self._attempt = number
         self._cost_usd = queries.cost_usd(self._connection)
         return number
@@ -257,10 +248,7 @@ class SqliteLedger:
         """Start billing workers (USD per hour) from ``now_s``, seconds since the epoch."""
         attempt = self._current_attempt()
         with self._transaction(f"workers that join attempt {attempt}"):
-            self._connection.executemany(
-                "INSERT INTO attempt_workers VALUES (?, ?, ?, ?, NULL)",
-                [(attempt, worker, price, now_s) for worker, price in workers.items()],
-            )
+            self._insert_all("attempt_workers", _joined(attempt, workers, now_s))
 
     def stop_billing(self, workers: Iterable[WorkerId], now_s: float) -> None:
         """Stop billing workers; all seconds up to ``now_s`` need a phase."""
@@ -273,12 +261,8 @@ class SqliteLedger:
 
     def record_incident(self, kind: Incident, subject: str, *, spot: bool, detail: str, now_s: float) -> None:
         """Record an incident of a node, a worker or the learner."""
-        attempt = self._current_attempt()
-        with self._transaction(f"an incident of attempt {attempt}"):
-            self._connection.execute(
-                "INSERT INTO incidents (attempt, at, kind, subject, spot, detail) VALUES (?, ?, ?, ?, ?, ?)",
-                (attempt, now_s, kind, subject, spot, detail),
-            )
+        row = {"at": now_s, "kind": kind, "subject": subject, "spot": spot, "detail": detail}
+        self._record(f"an incident of attempt {self._attempt}", "incidents", [row])
 
     def spend(self, spends: Sequence[GpuSpend], now_s: float) -> None:
         """Bill GPU-seconds, and mark the attempt alive at ``now_s``.
@@ -288,14 +272,8 @@ class SqliteLedger:
         """
         attempt = self._current_attempt()
         with self._transaction(f"the GPU seconds of attempt {attempt}"):
-            self._connection.executemany(
-                "INSERT INTO gpu_seconds (attempt, worker, position, phase, seconds, price_usd_h) "
-                "VALUES (?, ?, ?, ?, ?, ?)",
-                [
-                    (attempt, spend.worker, self._position, spend.phase, spend.seconds, spend.price_usd_h)
-                    for spend in spends
-                ],
-            )
+            here = {"attempt": attempt, "position": self._position}
+            self._insert_all("gpu_seconds", [here | asdict(spend) for spend in spends])
             self._connection.execute(
                 "UPDATE attempts SET seen_at = MAX(seen_at, ?) WHERE number = ?", (now_s, attempt)
             )
@@ -306,25 +284,15 @@ class SqliteLedger:
 
         Call it after appending the records of that work.
         """
-        attempt = self._current_attempt()
-        with self._transaction(f"what filled GPUs in iteration {iteration}"):
-            self._connection.executemany(
-                "INSERT INTO filled_seconds (attempt, position, iteration, filler, seconds) "
-                "VALUES (?, ?, ?, ?, ?)",
-                [
-                    (attempt, self._position, iteration, filler, seconds)
-                    for filler, seconds in filled_s.items()
-                ],
-            )
+        here = {"position": self._position, "iteration": iteration}
+        rows = [{**here, "filler": filler, "seconds": seconds} for filler, seconds in filled_s.items()]
+        self._record(f"what filled GPUs in iteration {iteration}", "filled_seconds", rows)
 
     def record_scorers(self, scored_by: Mapping[str, str]) -> None:
         """Record what gives the current attempt's scores, by reward. Call it after the rollback."""
-        attempt = self._current_attempt()
-        with self._transaction(f"what scores in attempt {attempt}"):
-            self._connection.executemany(
-                "INSERT INTO scorers (attempt, position, reward, scored_by) VALUES (?, ?, ?, ?)",
-                [(attempt, self._position, reward, scorer) for reward, scorer in scored_by.items()],
-            )
+        here = {"position": self._position}
+        rows = [{**here, "reward": reward, "scored_by": scorer} for reward, scorer in scored_by.items()]
+        self._record(f"what scores in attempt {self._attempt}", "scorers", rows)
 
     def scorers_at(self, position: int) -> dict[str, str]:
         """What gave the newest scores up to ``position``, by reward; rewards that do not say are absent."""
@@ -332,12 +300,9 @@ class SqliteLedger:
 
     def record_prompts(self, prompts: Mapping[str, Sequence[PromptId]]) -> None:
         """Record the prompts of the run's files, by key. Call it after the rollback."""
-        attempt = self._current_attempt()
-        with self._transaction(f"the prompts of attempt {attempt}"):
-            self._connection.executemany(
-                "INSERT INTO prompt_files (attempt, position, key, prompts) VALUES (?, ?, ?, ?)",
-                [(attempt, self._position, key, json.dumps(ids)) for key, ids in prompts.items()],
-            )
+        here = {"position": self._position}
+        rows = [{**here, "key": key, "prompts": json.dumps(ids)} for key, ids in prompts.items()]
+        self._record(f"the prompts of attempt {self._attempt}", "prompt_files", rows)
 
     def prompts_at(self, position: int) -> dict[str, list[PromptId]]:
         """The prompts that the records up to ``position`` were made with, by key; none of an older run."""
@@ -369,17 +334,12 @@ class SqliteLedger:
         with self._transaction(f"what changes from iteration {iteration} on"):
             self._connection.execute("DELETE FROM course_changes WHERE position >= ?", (position,))
             for change in recorded:
-                texts = [None if value == ABSENT else json.dumps(value) for value in (change.was, change.now)]
-                self._connection.execute(
-                    "INSERT INTO course_changes (attempt, position, iteration, key, was, now) "
-                    "VALUES (?, ?, ?, ?, ?, ?)",
-                    (attempt, position, iteration, change.key, *texts),
-                )
-                self._connection.execute(
-                    "INSERT INTO incidents (attempt, at, kind, subject, spot, detail) "
-                    "VALUES (?, ?, ?, ?, 0, ?)",
-                    (attempt, now_s, Incident.COURSE_CHANGED, change.key, change.words),
-                )
+                both = {"was": change.was, "now": change.now}.items()
+                texts = {name: None if value == ABSENT else json.dumps(value) for name, value in both}
+                where = {"attempt": attempt, "position": position, "iteration": iteration}
+                self._insert_all("course_changes", [{**where, "key": change.key, **texts}])
+                said = {"kind": Incident.COURSE_CHANGED, "subject": change.key, "detail": change.words}
+                self._insert_all("incidents", [{"attempt": attempt, "at": now_s, "spot": 0, **said}])
         return course_words(recorded)
 
     def end_attempt(self, ending: Ending, now_s: float = 0.0) -> None:
@@ -431,10 +391,8 @@ class SqliteLedger:
                 "UPDATE gpu_seconds SET position = ?1 WHERE position > ?1 AND attempt = ?2",
                 (position, attempt),
             )
-            self._connection.execute(
-                "INSERT INTO rollbacks (attempt, from_position, to_position) VALUES (?, ?, ?)",
-                (attempt, self._position, position),
-            )
+            both = {"from_position": self._position, "to_position": position}
+            self._insert_all("rollbacks", [{"attempt": attempt, **both}])
         self._position = position
         self._digest.forget_after(position)
         return forgotten
@@ -460,12 +418,8 @@ class SqliteLedger:
 
     def record_checkpoint(self, position: int, iteration: int) -> None:
         """Record that a checkpoint was committed."""
-        attempt = self._current_attempt()
-        with self._transaction(f"the checkpoint at record {position}"):
-            self._connection.execute(
-                "INSERT INTO checkpoints (attempt, position, iteration) VALUES (?, ?, ?)",
-                (attempt, position, iteration),
-            )
+        row = {"position": position, "iteration": iteration}
+        self._record(f"the checkpoint at record {position}", "checkpoints", [row])
 
     def furthest_checkpoint(self) -> int | None:
         """See :func:`~spotlight.store.ledger.ledger_queries.furthest_checkpoint`."""
@@ -508,10 +462,21 @@ class SqliteLedger:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _record(self, what: str, table: str, rows: Iterable[Mapping[str, object]]) -> None:
+        """Insert rows of the current attempt."""
+        attempt = self._current_attempt()
+        with self._transaction(what):
+            self._insert_all(table, [{"attempt": attempt, **row} for row in rows])
+
+    def _insert_all(self, table: str, rows: Sequence[Mapping[str, object]]) -> None:
+        """Insert rows that all have the same columns."""
+        for columns in rows[:1]:
+            marks = ", ".join(f":{column}" for column in columns)
+            statement = f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({marks})"
+            self._connection.executemany(statement, rows)
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -566,26 +531,22 @@ class SqliteLedger:
             self._connection.execute("ROLLBACK")
 
 
+_COLUMNS = attrgetter(*Rollout.__slots__)
+"""A rollout's fields, which are in the order of its table's columns."""
+
+
+def _joined(attempt: int, workers: Mapping[WorkerId, float], now_s: float) -> list[dict[str, object]]:
+    since = {"attempt": attempt, "joined_at": now_s}
+    return [{**since, "worker": worker, "price_usd_h": price} for worker, price in workers.items()]
+
+
 def _rows(number: int, record: Record) -> Iterator[tuple[str, _Values]]:
     match record:
         case PromptSeen(prompt):
             metadata = json.dumps(dict(prompt.metadata), sort_keys=True, ensure_ascii=False)
             yield "INSERT INTO prompts VALUES (?, ?, ?, ?)", (number, prompt.id, prompt.text, metadata)
         case RolloutIssued(rollout):
-            yield (
-                "INSERT INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (
-                    number,
-                    rollout.id,
-                    rollout.purpose,
-                    rollout.iteration,
-                    rollout.prompt_id,
-                    rollout.member,
-                    rollout.seed,
-                    rollout.steps,
-                    rollout.version,
-                ),
-            )
+            yield "INSERT INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", (number, *_COLUMNS(rollout))
         case SampleFinished(rollout_id, version, worker, epoch, preview):
             yield "INSERT INTO samples VALUES (?, ?, ?, ?, ?)", (number, rollout_id, version, worker, epoch)
             if preview is not None:

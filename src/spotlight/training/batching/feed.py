@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from spotlight.algorithms.advantages import advantages
-from spotlight.algorithms.baselines import Rewards, exploration_advantages, slice_advantages
+from spotlight.algorithms.advantages import Rewards, advantages, exploration_advantages, slice_advantages
 from spotlight.config.sections.algorithm import AdvantageConfig
 from spotlight.rollout.state import Recipe, SampleTensors
 from spotlight.scheduler.effects import PrepareBatch

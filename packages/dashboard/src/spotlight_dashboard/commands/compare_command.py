@@ -28,22 +28,18 @@ Axis: TypeAlias = Literal["iteration", "samples", "hours", "usd"]
 def compare(
     runs: Annotated[
         list[str],
-        typer.Argument(
-            metavar="RUN...", help="Run directories, or names in runs/, also with *.", show_default=False
-        ),
+        typer.Argument(metavar="RUN...", help="Run directories, or names in runs/, also with *."),
     ],
     by: Annotated[Axis, typer.Option(help="What the curves stand over.")] = "iteration",
     curve: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME",
-            help="The curve, as in metrics.jsonl; default: the score a run is judged by.",
-            show_default=False,
+            metavar="NAME", help="The curve, as in metrics.jsonl; default: the score a run is judged by."
         ),
     ] = None,
     target: Annotated[
         float | None,
-        typer.Option(help="The score to reach; default: what the first runs end with.", show_default=False),
+        typer.Option(help="The score to reach; default: what the first runs end with."),
     ] = None,
     csv_path: Annotated[
         Path | None, typer.Option("--csv", metavar="FILE", help="All points, a row each.")

@@ -41,7 +41,6 @@ def dashboard(
         typer.Argument(
             metavar="[RUNS_DIR|RUN]...",
             help="Run directories, folders of them, or s3://BUCKET/PREFIX. (default: runs)",
-            show_default=False,
         ),
     ] = None,
     host: HostOption = "127.0.0.1",
@@ -55,11 +54,11 @@ def dashboard(
     ] = "",
     budget_usd: Annotated[
         float | None,
-        typer.Option(min=0.0, help="Alert if a run is to cost more dollars.", show_default=False),
+        typer.Option(min=0.0, help="Alert if a run is to cost more dollars."),
     ] = None,
     deadline_h: Annotated[
         float | None,
-        typer.Option(min=0.0, help="Alert if a run is to take more hours of work.", show_default=False),
+        typer.Option(min=0.0, help="Alert if a run is to take more hours of work."),
     ] = None,
     no_spot_min: Annotated[
         float, typer.Option(min=0.0, help="Alert if a run has been without spot nodes for so many minutes.")

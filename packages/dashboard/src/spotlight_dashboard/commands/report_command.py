@@ -14,9 +14,7 @@ from spotlight_rewards.commands.exit_codes import errors_without_traceback
 
 def report(
     run: RunArgument,
-    html: Annotated[
-        Path, typer.Option("--html", metavar="FILE", help="The page to write.", show_default=False)
-    ],
+    html: Annotated[Path, typer.Option("--html", metavar="FILE", help="The page to write.")],
 ) -> None:
     """Write a run's dashboard as one HTML file, pictures included, which needs no network and no server.
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 RunsArgument: TypeAlias = Annotated[
     list[str],
-    typer.Argument(metavar="RUN...", help="Run directories, or names of some in runs/.", show_default=False),
+    typer.Argument(metavar="RUN...", help="Run directories, or names of some in runs/."),
 ]
 OutOption: TypeAlias = Annotated[
     Path | None, typer.Option("--out", help="Write the profile to this file (default: to stdout).")

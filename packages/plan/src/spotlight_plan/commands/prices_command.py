@@ -35,7 +35,6 @@ SourceOption: TypeAlias = Annotated[
         "--source",
         help="builtin (a dated table, the default), skypilot (its catalogues of all clouds), azure, aws, "
         "or CLOUD=FILE.csv or CLOUD=URL for a catalogue in SkyPilot's form; repeatable.",
-        show_default=False,
     ),
 ]
 MaxAgeHOption: TypeAlias = Annotated[

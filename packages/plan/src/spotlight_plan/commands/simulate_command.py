@@ -27,19 +27,15 @@ if TYPE_CHECKING:
 
 ScenarioArgument: TypeAlias = Annotated[
     str | None,
-    typer.Argument(
-        metavar="SCENARIO", help="Name of a shipped scenario, or a YAML file.", show_default=False
-    ),
+    typer.Argument(metavar="SCENARIO", help="Name of a shipped scenario, or a YAML file."),
 ]
 OverridesArgument: TypeAlias = Annotated[
     list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Keys in YAML syntax, as for train.", show_default=False),
+    typer.Argument(metavar="KEY=VALUE", help="Keys in YAML syntax, as for train."),
 ]
 StrategyOption: TypeAlias = Annotated[
     list[str] | None,
-    typer.Option(
-        "--strategy", help="Only this one; repeatable (default: the scenario's).", show_default=False
-    ),
+    typer.Option("--strategy", help="Only this one; repeatable (default: the scenario's)."),
 ]
 TraceOption: TypeAlias = Annotated[
     Path | None, typer.Option("--trace", help="A trace file in place of the scenario's trace.")
@@ -53,16 +49,14 @@ AsOption: TypeAlias = Annotated[
 ]
 ProfileOption: TypeAlias = Annotated[
     str | None,
-    typer.Option(
-        "--profile", help="With --as: a cost profile (default: measured in RUN itself).", show_default=False
-    ),
+    typer.Option("--profile", help="With --as: a cost profile (default: measured in RUN itself)."),
 ]
 StartsOption: TypeAlias = Annotated[
     int | None,
-    typer.Option("--starts", min=1, help="In place of run.starts (default: 5).", show_default=False),
+    typer.Option("--starts", min=1, help="In place of run.starts (default: 5)."),
 ]
 JobsOption: TypeAlias = Annotated[
-    int | None, typer.Option("--jobs", min=1, help="Processes (default: the cores).", show_default=False)
+    int | None, typer.Option("--jobs", min=1, help="Processes (default: the cores).")
 ]
 
 

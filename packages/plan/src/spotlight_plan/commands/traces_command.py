@@ -43,9 +43,7 @@ class _Shape:
     notice_lead_s: float | None
 
 
-FilesArgument: TypeAlias = Annotated[
-    list[Path] | None, typer.Argument(metavar="FILE", help="Trace files.", show_default=False)
-]
+FilesArgument: TypeAlias = Annotated[list[Path] | None, typer.Argument(metavar="FILE", help="Trace files.")]
 GpusPerNodeOption: TypeAlias = Annotated[
     int, typer.Option("--gpus-per-node", min=1, help="Where the form does not say it, and generated.")
 ]

@@ -36,12 +36,7 @@ def prompts(
     count: Annotated[int, typer.Option("--count", min=1, help="Training prompts.")] = 5000,
     held_out: Annotated[
         int | None,
-        typer.Option(
-            "--held-out",
-            min=1,
-            help="Held-out prompts (default: a tenth; of ocr at most 1000).",
-            show_default=False,
-        ),
+        typer.Option("--held-out", min=1, help="Held-out prompts (default: a tenth; of ocr at most 1000)."),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="The same seed makes the same files.")] = 0,
     without: Annotated[

@@ -40,12 +40,9 @@ PromptsOption: TypeAlias = Annotated[
         metavar="FILE",
         help="Prompts in the pictures' order, .txt or .jsonl: one per picture, or one for each run of N "
         "consecutive pictures (default: what spotlight generate wrote into them).",
-        show_default=False,
     ),
 ]
-PromptOption: TypeAlias = Annotated[
-    str | None, typer.Option("--prompt", help="One prompt, of all pictures.", show_default=False)
-]
+PromptOption: TypeAlias = Annotated[str | None, typer.Option("--prompt", help="One prompt, of all pictures.")]
 SheetOption: TypeAlias = Annotated[
     Path, typer.Option("--sheet", metavar="FILE", help="Where to draw the best and the worst.")
 ]

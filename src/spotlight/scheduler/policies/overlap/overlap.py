@@ -1,16 +1,24 @@
-"""Parts of the batch are trained while the rest is generated: whole groups, or slices of groups."""
+"""Parts of the batch are trained while the rest is generated: whole groups, or slices of groups.
+
+Which samples of an incomplete batch can be trained, and what they are compared with. Pure.
+
+On the axis ``prompt`` a group is one slice. On the axis ``generation`` a group is cut by member index, not by
+arrival: comparisons depend on who was scored or dropped, never on timing, so equal samples give equal
+advantages in every schedule.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 from spotlight.config.section import Section
-from spotlight.scheduler.batches import Part
-from spotlight.scheduler.policies.overlap.slices import slices
+from spotlight.config.sections.pipeline import PipelineConfig
+from spotlight.scheduler.batches import Part, whole_group
 from spotlight.scheduler.policy import Policy, Training
 from spotlight.scheduler.rollouts import Rollouts
-from spotlight.scheduler.types import RolloutId, Scores
+from spotlight.scheduler.types import COMPARED_MIN, Baseline, Comparison, Group, RolloutId, Scores
+from spotlight_rewards.base.prompts import PromptId
 
 
 class Overlap(Policy):
@@ -43,3 +51,48 @@ class Overlap(Policy):
     def figures(self, training: Training) -> dict[str, int]:
         """See :class:`Policy`."""
         return {"overlapped_samples": training.overlapped}
+
+
+# -- which samples of an incomplete batch can be trained, and what they are compared with. Pure ------------
+
+
+def slices(
+    pipeline: PipelineConfig,
+    slot: int,
+    prompt: PromptId,
+    members: Sequence[RolloutId],
+    scores: Mapping[RolloutId, Scores],
+    resolved: Callable[[RolloutId], bool],
+    explored: Callable[[Sequence[RolloutId]], Sequence[Scores]],
+) -> Iterator[Part]:
+    """The slices of a group that are complete, in order.
+
+    Args:
+        resolved: whether a member is scored or dropped.
+        explored: preview scores of the prompt at seeds other than those of the given members.
+    """
+    baseline = Baseline(pipeline.baseline) if pipeline.axis == "generation" else Baseline.GROUP
+    if baseline is Baseline.EXPLORATION and len(explored(members[: pipeline.slice_size])) < COMPARED_MIN:
+        baseline = Baseline.GROUP
+    if baseline is Baseline.GROUP:
+        yield from whole_group(slot, prompt, members, scores, resolved)
+        return
+    seen: list[RolloutId] = []
+    arrived: list[RolloutId] = []
+    sliced = 0
+    for start in range(0, len(members), pipeline.slice_size):
+        chunk = members[start : start + pipeline.slice_size]
+        if not all(resolved(member) for member in chunk):
+            return
+        sliced += len(chunk)
+        arrived += [member for member in chunk if member in scores]
+        if baseline is Baseline.EXPLORATION:
+            comparison = Comparison(baseline, tuple(explored(chunk)))
+        elif len(seen) + len(arrived) - 1 >= COMPARED_MIN:
+            comparison = Comparison(baseline, tuple(scores[member] for member in seen))
+        else:
+            continue  # too few survived to be compared: merged into the next slice
+        if arrived:
+            yield Part(slot, sliced, Group(prompt, tuple(arrived)), comparison)
+            seen += arrived
+            arrived = []

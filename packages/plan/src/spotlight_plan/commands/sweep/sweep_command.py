@@ -45,27 +45,17 @@ def sweep(
     ] = False,
     together: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="Runs at a time on this machine; default: as in FILE.",
-            show_default=False,
-        ),
+        typer.Option(metavar="N", min=1, help="Runs at a time on this machine; default: as in FILE."),
     ] = None,
     ranks: Annotated[
         int | None,
         typer.Option(
-            metavar="N",
-            min=1,
-            help="Processes of each run, one per GPU, as of spotlight train --ranks.",
-            show_default=False,
+            metavar="N", min=1, help="Processes of each run, one per GPU, as of spotlight train --ranks."
         ),
     ] = None,
     measured: Annotated[
         str | None,
-        typer.Option(
-            metavar="RUN", help="Estimate from this run instead of those of the sweep.", show_default=False
-        ),
+        typer.Option(metavar="RUN", help="Estimate from this run instead of those of the sweep."),
     ] = None,
 ) -> None:
     """Run a configuration with several settings, and compare them; the same command goes on after a stop.
