@@ -15,10 +15,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from spotlight.cluster.billing import Billing, Spent
+from spotlight.cluster.billing import Billing
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.types import Node, NodeId
+from spotlight.store.ledger.sqlite_ledger import GpuSpend
 
 TOLERANCE = 1e-6
 
@@ -72,8 +73,8 @@ class HeadBill:
             self._due_s += node.gpus * (now - since_s)
             self._due_usd += node.price_usd_h * (now - since_s) / 3600
 
-    def _settled(self, spends: Iterable[Spent]) -> None:
+    def _settled(self, spends: Iterable[GpuSpend]) -> None:
         for spent in spends:
-            assert spent.seconds > 0, f"{spent.slot} is billed {spent.seconds} s as {spent.phase}"
+            assert spent.seconds > 0, f"{spent.worker} is billed {spent.seconds} s as {spent.phase}"
             self._spent_s += spent.seconds
             self._spent_usd += spent.seconds * spent.price_usd_h / 3600

@@ -13,7 +13,7 @@ from inspect import getattr_static, signature
 from typing import NewType
 from unittest.mock import patch
 
-from spotlight.cluster.billing import Billing, Spent
+from spotlight.cluster.billing import Billing
 from spotlight.cluster.billing import _Slot as Slot
 from spotlight.cluster.billing import _Tenant as Tenant
 from spotlight.config.sections.algorithm import TrainPolicy
@@ -55,6 +55,7 @@ from spotlight.scheduler.types import (
     WorkerId,
 )
 from spotlight.scheduler.types import Group as SampleGroup
+from spotlight.store.ledger.sqlite_ledger import GpuSpend
 from spotlight_plan.simulation.gpu_accounts import BilledSegment, GpuAccounts
 from spotlight_rewards.base.prompts import Prompt
 from tests.simulation.check import run_trial
@@ -267,7 +268,7 @@ def _books_work_as_idle(self: GpuAccounts, segments: Iterable[BilledSegment], ph
     _confirm(self, segments, Phase.LOST if phase is Phase.LOST else Phase.IDLE)
 
 
-def _forgets_lost_nodes(self: Billing) -> list[Spent]:
+def _forgets_lost_nodes(self: Billing) -> list[GpuSpend]:
     self._gone = []
     return []
 
@@ -276,7 +277,7 @@ def _forgets_what_was_at_risk(self: Slot, tenant: Tenant, phase: Phase) -> None:
     tenant.at_risk_s = 0.0
 
 
-def _bills_again(self: Billing, now: float) -> list[Spent]:
+def _bills_again(self: Billing, now: float) -> list[GpuSpend]:
     return _take_bill(self, now) * 2
 
 

@@ -15,7 +15,7 @@ import pytest
 from tests.simulation.check import CheckedSimulation
 from tests.simulation.swarm import draw_trial
 
-from spotlight.cluster.billing import Billing, Spent, changed_machines, slots_of
+from spotlight.cluster.billing import Billing, changed_machines, slots_of
 from spotlight.cluster.cluster_accounts import BILL_S_MAX, FLUSH_S, ClusterAccounts
 from spotlight.runtime.observer import Observer
 from spotlight.runtime.recorder import RunRecorder
@@ -37,7 +37,7 @@ from spotlight.scheduler.types import (
     WeightKind,
     WorkerId,
 )
-from spotlight.store.ledger.sqlite_ledger import SqliteLedger
+from spotlight.store.ledger.sqlite_ledger import GpuSpend, SqliteLedger
 from spotlight_plan.simulation.virtual_workers import Receipt
 from spotlight_rewards.base.prompts import PromptId
 
@@ -80,18 +80,18 @@ class Billed(CheckedSimulation):
             for slot in slots_of(known):
                 self.there[slot] += self.now - self.present.pop(slot)
 
-    def take(self, spends: list[Spent]) -> None:
+    def take(self, spends: list[GpuSpend]) -> None:
         for spent in spends:
             assert spent.seconds > 0
             assert math.isfinite(spent.seconds)
             assert spent.price_usd_h >= 0
-            self.billed[spent.slot] += spent.seconds
+            self.billed[spent.worker] += spent.seconds
 
     def look(self) -> None:
         """At this moment: what was billed, and what would be if all ended now, is all there was."""
         billed = Counter(self.billed)
         for spent in copy.deepcopy(self.billing).finish(self.now):
-            billed[spent.slot] += spent.seconds
+            billed[spent.worker] += spent.seconds
         there = Counter(self.there)
         for slot, since_s in self.present.items():
             there[slot] += self.now - since_s
@@ -148,12 +148,12 @@ class Hand:
         self.billing.observe(event, effects, self.now)
 
     def bill(self) -> dict[tuple[WorkerId, Phase], float]:
-        return {(spent.slot, spent.phase): spent.seconds for spent in self.billing.take(self.now)}
+        return {(spent.worker, spent.phase): spent.seconds for spent in self.billing.take(self.now)}
 
     def last_bill(self) -> dict[tuple[WorkerId, Phase], float]:
         spends: Counter[tuple[WorkerId, Phase]] = Counter()
         for spent in self.billing.finish(self.now):
-            spends[spent.slot, spent.phase] += spent.seconds
+            spends[spent.worker, spent.phase] += spent.seconds
         return dict(spends)
 
     def slot(self, worker: WorkerId) -> dict[Phase, float]:
@@ -223,7 +223,7 @@ def test_a_node_that_is_lost_is_billed_alone(tmp_path: Path) -> None:
 def test_prices_are_those_of_a_slot() -> None:
     hand = Hand()
     hand.now = 3600.0
-    assert {spent.slot: spent.price_usd_h for spent in hand.billing.finish(hand.now)} == {
+    assert {spent.worker: spent.price_usd_h for spent in hand.billing.finish(hand.now)} == {
         A: 3.6,
         B: 3.6,
         R: 5.0,

@@ -248,16 +248,6 @@ def test_a_limit_below_every_step_grows_until_one_is_done(least_s: float, slower
     assert limit.limit_s(1.0, least_s) == pytest.approx(max(least_s, 4 * step_s))
 
 
-def test_gloo_binds_to_the_loopback_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    with communicators._on_loopback():
-        assert os.environ["GLOO_SOCKET_IFNAME"].startswith("lo")
-    assert "GLOO_SOCKET_IFNAME" not in os.environ
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    with communicators._on_loopback():
-        assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
-
-
 def test_interfaces_are_those_of_the_host_only_while_the_group_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
@@ -266,6 +256,9 @@ def test_interfaces_are_those_of_the_host_only_while_the_group_lives(monkeypatch
         assert os.environ["NCCL_SOCKET_IFNAME"] == "eth7", "the user's"
     assert "GLOO_SOCKET_IFNAME" not in os.environ
     assert os.environ["NCCL_SOCKET_IFNAME"] == "eth7"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth8")
+    with rendezvous.listening_only_on("127.0.0.1"):
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "eth8"
 
 
 def test_what_cannot_be_is_refused() -> None:

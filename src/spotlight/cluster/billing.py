@@ -20,16 +20,7 @@ from dataclasses import dataclass, field
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.types import PHASE_OF, LeaseId, Node, NodeId, Phase, RolloutId, WeightKind, WorkerId
-
-
-@dataclass(frozen=True, slots=True)
-class Spent:
-    """Seconds of one slot in one phase, at the price of its node."""
-
-    slot: WorkerId
-    phase: Phase
-    seconds: float
-    price_usd_h: float
+from spotlight.store.ledger.sqlite_ledger import GpuSpend
 
 
 def slots_of(node: Node) -> tuple[WorkerId, ...]:
@@ -105,7 +96,7 @@ class Billing:
         self._nodes: dict[NodeId, Node] = {}
         self._machines: dict[NodeId, tuple[NodeId, ...]] = {}
         self._groups: dict[WorkerId, _Group] = {}
-        self._gone: list[Spent] = []
+        self._gone: list[GpuSpend] = []
 
     def observe(self, event: ev.Event, effects: Sequence[ef.Effect], now: float) -> None:
         """Process one controller event and its effects."""
@@ -182,7 +173,7 @@ class Billing:
         """Price of each slot of a node, in USD per hour."""
         return {name: self._slots[name].price_usd_h for name in slots_of(self._nodes[node])}
 
-    def take(self, now: float) -> list[Spent]:
+    def take(self, now: float) -> list[GpuSpend]:
         """Return the seconds settled since the last call."""
         taken = self.take_gone()
         for name, slot in self._slots.items():
@@ -190,12 +181,12 @@ class Billing:
             taken += _spent(name, slot)
         return taken
 
-    def take_gone(self) -> list[Spent]:
+    def take_gone(self) -> list[GpuSpend]:
         """Return the seconds of slots that are no longer there, which all are settled."""
         taken, self._gone = self._gone, []
         return taken
 
-    def finish(self, now: float) -> list[Spent]:
+    def finish(self, now: float) -> list[GpuSpend]:
         """Return all remaining seconds; those still undecided are LOST."""
         for node in list(self._nodes):
             self._lose(node, now)
@@ -322,8 +313,8 @@ class Billing:
             rank.phase, rank.works = Phase.IDLE, False
 
 
-def _spent(name: WorkerId, slot: _Slot) -> Iterator[Spent]:
+def _spent(name: WorkerId, slot: _Slot) -> Iterator[GpuSpend]:
     for phase, seconds in slot.spent.items():
         if seconds > 0:
-            yield Spent(name, phase, seconds, slot.price_usd_h)
+            yield GpuSpend(name, phase, seconds, slot.price_usd_h)
     slot.spent.clear()

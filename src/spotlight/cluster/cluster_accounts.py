@@ -8,9 +8,9 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from spotlight.cluster.billing import Billing, Spent, changed_machines
+from spotlight.cluster.billing import Billing, changed_machines
 from spotlight.cluster.remote_calls import Clock
 from spotlight.runtime.observer import Observer
 from spotlight.runtime.recorder import RunRecorder
@@ -88,15 +88,12 @@ class ClusterAccounts:
         taken, self._seconds = dict(self._seconds), defaultdict(float)
         return taken
 
-    def _spend(self, recorder: RunRecorder, spends: Iterable[Spent], now: float) -> None:
+    def _spend(self, recorder: RunRecorder, spends: Iterable[GpuSpend], now: float) -> None:
         elapsed_s, self.written_s, self._flushed_s = now - self.written_s, now, now
         self._bill(recorder, spends, elapsed_s)
 
-    def _bill(self, recorder: RunRecorder, spends: Iterable[Spent], elapsed_s: float) -> None:
-        rows = [
-            GpuSpend(self._billed_as[spent.slot], spent.phase, spent.seconds, spent.price_usd_h)
-            for spent in spends
-        ]
+    def _bill(self, recorder: RunRecorder, spends: Iterable[GpuSpend], elapsed_s: float) -> None:
+        rows = [replace(spent, worker=self._billed_as[spent.worker]) for spent in spends]
         for row in rows:
             self._seconds[row.phase] += row.seconds
         recorder.bill(rows, elapsed_s, self._epoch_s + self.written_s)

@@ -15,12 +15,11 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from spotlight.cluster.nodes.drain import draining_nodes
 from spotlight.cluster.nodes.listing import RayNode, read_view
 from spotlight.cluster.nodes.node_list import NodeList
-from spotlight.cluster.remote_calls import cause_of
+from spotlight.cluster.remote_calls import cause_of, on_node
 from spotlight.config.schema import RunConfig
 from spotlight.dry_run.model_plan import planned_files
 from spotlight.registry import FAMILIES
@@ -119,10 +118,7 @@ class NodeSource:
 
     def __init__(self, node: RayNode, answer_s: float) -> None:
         self.name, self._answer_s = node.name, answer_s
-        strategy = NodeAffinitySchedulingStrategy(node.ray_id, soft=False)
-        make = ray.remote(ModelFileServer).options(
-            num_cpus=0, max_restarts=0, max_task_retries=0, max_concurrency=2, scheduling_strategy=strategy
-        )
+        make = ray.remote(ModelFileServer).options(**on_node(node.ray_id), max_concurrency=2)
         self._actor: Any = make.remote()
 
     def offer(self, wanted: WantedModel) -> SnapshotManifest | None:

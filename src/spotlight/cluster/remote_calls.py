@@ -53,6 +53,14 @@ class AbandonedError(Exception):
     """The addressee is lost. Ends a conversation, not the run."""
 
 
+def on_node(ray_id: str) -> dict[str, Any]:
+    """Ray's options for an actor of a node, which takes no cores and ends with its first failure."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    place = NodeAffinitySchedulingStrategy(ray_id, soft=False)
+    return {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": place}
+
+
 def cause_of(error: BaseException) -> str:
     """Cause of an actor's death in one line, without terminal colours."""
     lines = [line.strip() for line in _COLOUR.sub("", str(error)).splitlines() if line.strip()]

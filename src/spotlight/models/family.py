@@ -35,6 +35,7 @@ from spotlight.models.experts import by_rows, denoisers
 from spotlight.models.family_facts import Dimensions, FamilyTraits
 from spotlight.models.kernels.attention import explaining_masks
 from spotlight.models.media import MediaSize as MediaSize
+from spotlight.models.shared.checks import require_equal
 from spotlight.models.shared.flop_count import ForwardLog
 from spotlight.models.shared.noise_levels import scheduler_config, shift
 from spotlight.models.shared.quantised import Quantize
@@ -336,6 +337,12 @@ class ModelFamily(FamilyTraits, ABC):
 
     def check_parts(self) -> None:
         """Raise :class:`ModelError` if the loaded parts belong to different models."""
+        path = self.files.folder("transformer") / "config.json"
+        require_equal(path, self.config, self.wanted_config())
+
+    def wanted_config(self) -> dict[str, tuple[object, str]]:
+        """What the transformer's configuration must say, for :func:`require_equal`."""
+        return {}
 
     def text_size(self, component: str, key: str) -> tuple[object, str]:
         """A size that a text encoder's configuration states, and where, for :func:`require_equal`."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -167,7 +168,7 @@ def restore(
     try:
         header, tensors = _joined(data, latents, condition)
         return from_tensors(header, tensors, recipe, device)
-    except (LookupError, TypeError) as error:
+    except (LookupError, TypeError, ValidationError) as error:
         raise SerializationError(
             f"a committed state lacks a part, or has another in its place ({type(error).__name__}: {error}): "
             "make it new"

@@ -14,6 +14,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from spotlight.diffusion.samplers import Sampler
@@ -21,8 +22,7 @@ from spotlight.diffusion.schedule import SdeWindow
 from spotlight.models.condition import Condition
 from spotlight.models.media import MediaSize
 from spotlight.scheduler.seeds import derive_seed
-from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId, group_of
-from spotlight_rewards.base.prompts import PromptId
+from spotlight.scheduler.types import Purpose, Rollout, group_of
 
 _FORMAT = 7
 CONDITION = "condition."
@@ -204,6 +204,20 @@ class RolloutState:
         return self.header(), {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
 
+@dataclass(frozen=True, slots=True)
+class _Header:
+    """What :meth:`RolloutState.header` says."""
+
+    rollout: Rollout
+    recipe: Mapping[str, object]
+    step: int
+    window: tuple[int, int]
+    embeddings: str | None
+
+
+_HEADER = TypeAdapter(_Header)
+
+
 def from_tensors(
     header: Mapping[str, object],
     tensors: Mapping[str, Tensor],
@@ -217,18 +231,16 @@ def from_tensors(
     """
     if header.get("format") != _FORMAT:
         raise ValueError(f"rollout state of format {header.get('format')!r}; expected {_FORMAT}")
+    read = _HEADER.validate_python(header)
     for field, value in recipe.describe().items():
-        began = _mapping(header["recipe"])[field]
-        if began != value:
+        if (began := read.recipe[field]) != value:
             raise ValueError(
                 f"rollout state began with {field} {began}, but this worker's recipe has {value}: "
                 "resume it under the configuration it began with"
             )
-    rollout = _rollout(_mapping(header["rollout"]))
     moved = {name: tensor.to(device) for name, tensor in tensors.items() if name != "sigmas"}
-    step, (start, stop) = _integer(header["step"]), _integers(header["window"])
     state = RolloutState(
-        rollout=rollout,
+        rollout=read.rollout,
         recipe=recipe,
         condition=Condition(
             {
@@ -236,12 +248,12 @@ def from_tensors(
                 for name, tensor in moved.items()
                 if name.startswith(CONDITION)
             },
-            None if header["embeddings"] is None else str(header["embeddings"]),
+            read.embeddings,
         ),
-        step=step,
+        step=read.step,
         latents=moved["latents"],
         sigmas=tensors["sigmas"].cpu(),
-        window=range(start, stop),
+        window=range(*read.window),
         kept=moved["kept"].unbind(0),
         log_probs=moved["log_probs"].unbind(0),
     )
@@ -304,34 +316,3 @@ def _check(state: RolloutState) -> None:
             f"state of rollout {state.rollout.id}: step {state.step} with {len(state.sigmas)} noise levels; "
             f"expected a step of {state.rollout.steps} and {state.rollout.steps + 1} levels"
         )
-
-
-def _rollout(fields: Mapping[str, object]) -> Rollout:
-    return Rollout(
-        id=RolloutId(str(fields["id"])),
-        purpose=Purpose(str(fields["purpose"])),
-        iteration=_integer(fields["iteration"]),
-        prompt_id=PromptId(str(fields["prompt_id"])),
-        member=_integer(fields["member"]),
-        seed=_integer(fields["seed"]),
-        steps=_integer(fields["steps"]),
-        version=PolicyVersion(_integer(fields["version"])),
-    )
-
-
-def _mapping(value: object) -> Mapping[str, object]:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"rollout state header: found {value!r}; expected a mapping")
-    return value
-
-
-def _integer(value: object) -> int:
-    if not isinstance(value, int):
-        raise ValueError(f"rollout state header: found {value!r}; expected an integer")
-    return value
-
-
-def _integers(value: object) -> list[int]:
-    if not isinstance(value, list | tuple):
-        raise ValueError(f"rollout state header: found {value!r}; expected a list of integers")
-    return [_integer(item) for item in value]

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import TypeVar
 
 from spotlight.scheduler.records import (
     CommitRejected,
@@ -33,6 +34,8 @@ from spotlight.scheduler.records import (
 )
 from spotlight.scheduler.types import DropReason, Maker, Phase, PolicyVersion, Purpose, Rollout, RolloutId
 from spotlight_rewards.base.prompts import Prompt, PromptId
+
+_T = TypeVar("_T")
 
 
 class AccountingError(RuntimeError):
@@ -209,20 +212,23 @@ class Ledger:
     @classmethod
     def restore(cls, snapshot: Mapping[str, object]) -> Ledger:
         """The ledger that made ``snapshot``. GPU-seconds restart at 0: the durable ledger has them."""
-        state = _Reader(snapshot)
+
+        def counts(key: str) -> Mapping[str, int]:
+            return _entry(snapshot, key, dict)
+
         return cls(
-            position=state.integer("position"),
-            issued=Counter({Purpose(k): v for k, v in state.counts("issued").items()}),
-            finished=Counter({Purpose(k): v for k, v in state.counts("finished").items()}),
-            trained=state.integer("trained"),
-            evaluated=state.integer("evaluated"),
-            explored=state.integer("explored"),
+            position=_entry(snapshot, "position", int),
+            issued=Counter({Purpose(k): v for k, v in counts("issued").items()}),
+            finished=Counter({Purpose(k): v for k, v in counts("finished").items()}),
+            trained=_entry(snapshot, "trained", int),
+            evaluated=_entry(snapshot, "evaluated", int),
+            explored=_entry(snapshot, "explored", int),
             # Absent in older checkpoints.
-            replaced_prompts=state.integer("replaced_prompts") if "replaced_prompts" in snapshot else 0,
-            dropped=Counter({DropReason(k): v for k, v in state.counts("dropped").items()}),
-            dropped_purpose=Counter({Purpose(k): v for k, v in state.counts("dropped_purpose").items()}),
-            rejected=Counter(state.counts("rejected")),
-            _prompts={PromptId(prompt) for prompt in state.strings("prompts")},
+            replaced_prompts=_entry({"replaced_prompts": 0, **snapshot}, "replaced_prompts", int),
+            dropped=Counter({DropReason(k): v for k, v in counts("dropped").items()}),
+            dropped_purpose=Counter({Purpose(k): v for k, v in counts("dropped_purpose").items()}),
+            rejected=Counter(counts("rejected")),
+            _prompts=set(_entry(snapshot, "prompts", list)),
         )
 
     # -- inside ----------------------------------------------------------------------------------------
@@ -256,24 +262,8 @@ class Ledger:
         self._written.append((self.position, record))
 
 
-@dataclass(frozen=True, slots=True)
-class _Reader:
-    tree: Mapping[str, object]
-
-    def integer(self, key: str) -> int:
-        value = self.tree[key]
-        if not isinstance(value, int):
-            raise AccountingError(f"snapshot[{key!r}] is {value!r}, expected an integer")
-        return value
-
-    def counts(self, key: str) -> dict[str, int]:
-        value = self.tree[key]
-        if not isinstance(value, Mapping):
-            raise AccountingError(f"snapshot[{key!r}] is {value!r}, expected counts")
-        return {str(name): int(count) for name, count in value.items()}
-
-    def strings(self, key: str) -> list[str]:
-        value = self.tree[key]
-        if not isinstance(value, list):
-            raise AccountingError(f"snapshot[{key!r}] is {value!r}, expected a list")
-        return [str(item) for item in value]
+def _entry(snapshot: Mapping[str, object], key: str, kind: type[_T]) -> _T:
+    value = snapshot[key]
+    if not isinstance(value, kind):
+        raise AccountingError(f"snapshot[{key!r}] is {value!r}, expected {kind.__name__}")
+    return value

@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from pydantic import FiniteFloat, TypeAdapter
+
 from spotlight.scheduler.types import Phase
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.course_changes import CourseChange, read_course
@@ -40,9 +42,9 @@ _OF_NO_PACE = (
 class Span:
     """A figure with the bounds that it is expected between."""
 
-    least: float
-    likely: float
-    most: float
+    least: FiniteFloat
+    likely: FiniteFloat
+    most: FiniteFloat
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,18 +193,8 @@ def write_estimate(path: Path, estimate: RunEstimate) -> None:
 def read_estimate(path: Path) -> RunEstimate | None:
     """What was said when the run began; None: nothing, or it is damaged: nothing else rests on it."""
     try:
-        fields = json.loads(read_regular(path, _BYTES_MAX))
-        work_s, usd = (
-            Span(*(float(fields[key][end]) for end in ("least", "likely", "most")))
-            for key in ("work_s", "usd")
-        )
-        iterations, evaluations, after = (int(fields[key]) for key in ("iterations", "evaluations", "after"))
-        if not all(
-            math.isfinite(end) for span in (work_s, usd) for end in (span.least, span.likely, span.most)
-        ):
-            return None
-        return RunEstimate(iterations, evaluations, after, work_s, usd, str(fields["rests_on"]))
-    except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError):
+        return TypeAdapter(RunEstimate).validate_json(read_regular(path, _BYTES_MAX))
+    except (OSError, ValueError):
         return None
 
 

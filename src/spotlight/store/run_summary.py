@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from spotlight.scheduler.types import DropReason, Phase
 from spotlight.store.metrics import FinalTable
 from spotlight_rewards.base.file_errors import StoreError, storage_errors
@@ -104,25 +106,12 @@ def read_summary(path: Path) -> RunSummary:
     """Read ``summary.json``. Raises StoreError if missing or malformed."""
     try:
         fields = json.loads(path.read_bytes())
-        samples = fields.pop("samples")
-        validation = tuple(ValidationPoint(**point) for point in fields.pop("validation"))
         if "iterations" not in fields:  # an older summary: every run ended with an evaluation
-            fields["iterations"] = validation[-1].iteration
-        return RunSummary(
-            validation=validation,
-            gpu_seconds_by_phase={
-                Phase(phase): seconds for phase, seconds in fields.pop("gpu_seconds_by_phase").items()
-            },
-            samples=SampleCounts(
-                samples["issued"],
-                samples["trained"],
-                {DropReason(reason): number for reason, number in samples["dropped"].items()},
-            ),
-            **fields,
-        )
+            fields["iterations"] = fields["validation"][-1]["iteration"]
+        return TypeAdapter(RunSummary).validate_python(fields)
     except FileNotFoundError as error:
         raise StoreError(f"{path}: no summary here; the run has not come to its end yet.") from error
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError) as error:
         raise StoreError(
             f"{path}: not a summary of a run ({error!r}). Restore it from a copy, or delete it: "
             "`spotlight train` then writes it again from the last checkpoint."

@@ -28,6 +28,7 @@ from weakref import WeakValueDictionary
 
 from spotlight.cluster.blobs.blob_store import BlobStore, StoredBlob, Usage
 from spotlight.cluster.blobs.run_files import RunFiles
+from spotlight.cluster.remote_calls import on_node
 from spotlight.scheduler.events import Event
 from spotlight.scheduler.types import WorkerId
 from spotlight.worker.reports import Report, ReportedValue, RolloutSpeed, address
@@ -199,13 +200,7 @@ def start_blob_store(directory: Path, memory_bytes: int, *, node: str) -> ActorH
     Returns at once: a startup error (an unusable directory) is raised by the first call.
     """
     import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    actor = ray.remote(BlobActor).options(
-        num_cpus=0,
-        max_restarts=0,  # a restarted store would be empty, so its death must be visible
-        max_task_retries=0,
-        max_concurrency=CONCURRENT_CALLS,
-        scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-    )
+    # A restarted store would be empty, so its death must be visible: `on_node` allows none.
+    actor = ray.remote(BlobActor).options(**on_node(node), max_concurrency=CONCURRENT_CALLS)
     return cast("ActorHandle[Any]", actor.remote(str(directory), memory_bytes))

@@ -31,7 +31,7 @@ from spotlight.cluster.blobs.blob_server import NEGATIVE
 from spotlight.cluster.blobs.blob_store import BlobAddress, StoredBlob
 from spotlight.cluster.blobs.run_files import RemoteFiles
 from spotlight.cluster.learner.rank_folder import RankFolder
-from spotlight.config.load import build_config
+from spotlight.config.load import read_config
 from spotlight.config.schema import RunConfig
 from spotlight.models.family import ModelFamily
 from spotlight.rollout.sequence_parallel import rendezvous
@@ -61,7 +61,6 @@ from spotlight.training.sharding import Meeting, Ranks, process_group
 from spotlight_kernels.measure.step_profile import StepProfiler
 from spotlight_rewards.base.errors import ConfigError, Problem
 from spotlight_rewards.base.prompts import Prompt, PromptId
-from spotlight_rewards.base.yaml_tree import parse_yaml
 from spotlight_weights.bundle import WeightsManifest, pack
 from spotlight_weights.flat import digest_of
 
@@ -175,7 +174,8 @@ class LearnerRank:
     @cached_property
     def folder(self) -> RankFolder:
         """Where files of the run go and come from."""
-        return RankFolder(_parsed(self.order.config), self.order.token, self.store, self._stack)
+        config = read_config(self.order.config, "the configuration sent to a learner rank")
+        return RankFolder(config, self.order.token, self.store, self._stack)
 
     @cached_property
     def config(self) -> RunConfig:
@@ -453,10 +453,3 @@ def _write_to(path: Path, note: str) -> None:
     os.dup2(descriptor, 2)
     os.close(descriptor)
     os.write(2, f"learner rank in process {os.getpid()} on {socket.gethostname()}{note}\n".encode())
-
-
-def _parsed(config: str) -> RunConfig:
-    tree = parse_yaml(config)
-    if not isinstance(tree, dict):
-        raise ValueError(f"the configuration sent to a learner rank is {type(tree).__name__}, not a mapping")
-    return build_config(tree, "the configuration sent to a learner rank")

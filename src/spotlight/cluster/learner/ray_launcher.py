@@ -24,7 +24,7 @@ from spotlight.cluster.learner.learner_rank import LOOPBACK, LearnerRank, RankOr
 from spotlight.cluster.learner.life import RankHandle, RemoteCall
 from spotlight.cluster.learner.spare_workers import SpareProcess, Spares, SpareWorkers
 from spotlight.cluster.nodes.listing import ALL_GPUS_VISIBLE
-from spotlight.cluster.remote_calls import cause_of
+from spotlight.cluster.remote_calls import cause_of, on_node
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -215,19 +215,15 @@ class RayLauncher:
 
     def _new_actor(self, order: RankOrder, placement: Placement) -> Any:
         import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         remote: Any = ray.remote  # its annotations lack concurrency groups
         return (
             remote(concurrency_groups={"watch": 1})(LearnerRank)
             .options(
-                num_cpus=0,
+                **on_node(placement.node),
                 num_gpus=placement.gpus,
                 resources=dict(placement.resources),
                 runtime_env=None if placement.gpu is None else ALL_GPUS_VISIBLE,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(placement.node, soft=False),
-                max_restarts=0,
-                max_task_retries=0,
             )
             .remote(order, self._blobs)
         )

@@ -23,13 +23,12 @@ from typing import Protocol, TypeAlias
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from spotlight.cluster.nodes.agent import NodeAgent, plain_settings
 from spotlight.cluster.nodes.drain import drain_node, draining_nodes
 from spotlight.cluster.nodes.listing import ALL_GPUS_VISIBLE, RayNode, diff, read_view
 from spotlight.cluster.nodes.node_list import Pulse, refuses
-from spotlight.cluster.remote_calls import cause_of
+from spotlight.cluster.remote_calls import cause_of, on_node
 from spotlight_fleet.facts import NodeFacts, incompatibility, read_facts
 from spotlight_fleet.notices.notice_mail import Message, NoticeUpdate, read_messages
 from spotlight_fleet.notices.notice_watch import NoticeSettings
@@ -136,12 +135,9 @@ class _Pace:
 
 def start_agent(node: RayNode, settings: NoticeSettings) -> ActorHandle:
     """Start a node's agent; it lives as long as its handle, this driver and the node."""
-    strategy = NodeAffinitySchedulingStrategy(node.ray_id, soft=False)
     options = ray.remote(NodeAgent).options(
-        num_cpus=0,
-        max_restarts=0,
+        **on_node(node.ray_id),
         max_concurrency=_CALLS_AT_ONCE,
-        scheduling_strategy=strategy,
         # It tells which GPUs Ray was started with, though it has none itself.
         runtime_env=ALL_GPUS_VISIBLE if node.gpus else None,
     )

@@ -24,11 +24,10 @@ from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from spotlight.cluster.nodes.listing import ALL_GPUS_VISIBLE, LearnerSlots, read_view
 from spotlight.cluster.nodes.node_list import NodeList
-from spotlight.cluster.remote_calls import Notify, cause_of
+from spotlight.cluster.remote_calls import Notify, cause_of, on_node
 from spotlight.cluster.scorers.scorer_places import (
     ScorerNode,
     ScorerPlace,
@@ -350,12 +349,9 @@ class RemoteScorer:
             self._actor = (
                 ray.remote(ScorerActor)
                 .options(
-                    num_cpus=0,  # counted by ScorerNodes; what Ray counts would wait where others share
+                    **on_node(node.ray_id),  # ScorerNodes counts cores: Ray would wait where others share
                     num_gpus=1 if self._order.on_gpu else 0,
-                    max_restarts=0,
-                    max_task_retries=0,
                     runtime_env=None if place.gpu is None else ALL_GPUS_VISIBLE,
-                    scheduling_strategy=NodeAffinitySchedulingStrategy(node.ray_id, soft=False),
                 )
                 .remote(replace(self._order, gpu=place.gpu))
             )

@@ -17,13 +17,13 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import ray
 import torch
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from spotlight.cluster.blobs.blob_client import BlockingBlobClient
 from spotlight.cluster.blobs.blob_store import StoredBlob
 from spotlight.cluster.learner.learner_rank import LearnerRank, RankOrder, RankStore
 from spotlight.cluster.learner.spare_workers import SpareProcess
 from spotlight.cluster.nodes.listing import ALL_GPUS_VISIBLE
+from spotlight.cluster.remote_calls import on_node
 from spotlight.config.load import read_config
 from spotlight.garbage import lasting
 from spotlight.rollout.sequence_parallel.rendezvous import Address
@@ -263,13 +263,10 @@ class ActorStarter:
         )
         make = ray.remote(concurrency_groups=_GROUPS)(WorkerActor).options(
             name=self._name(order),
-            num_cpus=0,
+            **on_node(placement.ray_id),
             num_gpus=placement.share if placement.gpus else 0,
             resources=None if placement.gpus else {SLOT: placement.share},
-            max_restarts=0,
-            max_task_retries=0,
             runtime_env=ALL_GPUS_VISIBLE if placement.gpus else None,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(placement.ray_id, soft=False),
         )
         return WorkerHandle(make.remote(worker_order, self.store), placement.ray_id)
 

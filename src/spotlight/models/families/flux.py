@@ -17,7 +17,7 @@ from spotlight.models.family import (
     unpack,
 )
 from spotlight.models.family_facts import ActivationCosts, Dimensions, block_widths, dimensions, read_models
-from spotlight.models.shared.checks import require_equal, require_even_split
+from spotlight.models.shared.checks import require_even_split
 from spotlight_files.lora_names import FLUX
 from spotlight_files.pipeline_files import PipelineComponent, PipelineFiles
 
@@ -68,20 +68,16 @@ class Flux(ModelFamily):
         """Without a text mask nothing can be padded: all tokens together must divide."""
         require_even_split(degree, tokens + text_tokens, "FLUX")
 
-    def check_parts(self) -> None:
+    def wanted_config(self) -> dict[str, tuple[object, str]]:
         config = self.config
-        require_equal(
-            self.files.folder("transformer") / "config.json",
-            config,
-            {
-                "patch_size": (1, "the pipeline packs 2x2 latents itself"),
-                "in_channels": (4 * self.vae.config.latent_channels, "4 x the VAE's latent_channels"),
-                "out_channels": (config.in_channels, "in_channels: other pipelines add an image as channels"),
-                "sum of axes_dims_rope": (config.attention_head_dim, "attention_head_dim"),
-                "joint_attention_dim": self.text_size("text_encoder_2", "d_model"),
-                "pooled_projection_dim": self.text_size("text_encoder", "hidden_size"),
-            },
-        )
+        return {
+            "patch_size": (1, "the pipeline packs 2x2 latents itself"),
+            "in_channels": (4 * self.vae.config.latent_channels, "4 x the VAE's latent_channels"),
+            "out_channels": (config.in_channels, "in_channels: other pipelines add an image as channels"),
+            "sum of axes_dims_rope": (config.attention_head_dim, "attention_head_dim"),
+            "joint_attention_dim": self.text_size("text_encoder_2", "d_model"),
+            "pooled_projection_dim": self.text_size("text_encoder", "hidden_size"),
+        }
 
     def condition_shapes(self, text_tokens: int) -> dict[str, tuple[int, ...]]:
         """``embeds``: T5's last hidden state, padding included; ``pooled``: CLIP's pooled output."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from spotlight.models.family import ConditionBatch, MediaSize, ModelError, ModelFamily, pack, unpack
 from spotlight.models.family_facts import ActivationCosts, Dimensions, block_widths, dimensions, read_models
-from spotlight.models.shared.checks import require_equal, require_even_split
+from spotlight.models.shared.checks import require_even_split
 from spotlight_files.lora_names import FLUX2
 from spotlight_files.pipeline_files import PipelineComponent, PipelineFiles
 
@@ -81,22 +81,18 @@ class Flux2Klein(ModelFamily):
                 "model_index.json), and its pipeline ignores guidance. Set it to 1, or use a base model"
             )
 
-    def check_parts(self) -> None:
+    def wanted_config(self) -> dict[str, tuple[object, str]]:
         channels = 4 * self.vae.config.latent_channels
         width, _ = self.text_size("text_encoder", "hidden_size")
         joined = _TEXT_LAYERS * width if isinstance(width, int) else None
-        require_equal(
-            self.files.folder("transformer") / "config.json",
-            self.config,
-            {
-                "patch_size": (1, "the pipeline packs 2x2 latents itself"),
-                "in_channels": (channels, "4 x the VAE's latent_channels"),
-                "out_channels": (channels, "in_channels"),
-                "sum of axes_dims_rope": (self.config.attention_head_dim, "attention_head_dim"),
-                "joint_attention_dim": (joined, f"{_TEXT_LAYERS} x the text encoder's hidden_size"),
-                "guidance_embeds": (self.embedded_guidance is not None, "only FLUX.2-dev takes a scale"),
-            },
-        )
+        return {
+            "patch_size": (1, "the pipeline packs 2x2 latents itself"),
+            "in_channels": (channels, "4 x the VAE's latent_channels"),
+            "out_channels": (channels, "in_channels"),
+            "sum of axes_dims_rope": (self.config.attention_head_dim, "attention_head_dim"),
+            "joint_attention_dim": (joined, f"{_TEXT_LAYERS} x the text encoder's hidden_size"),
+            "guidance_embeds": (self.embedded_guidance is not None, "only FLUX.2-dev takes a scale"),
+        }
 
     def condition_shapes(self, text_tokens: int) -> dict[str, tuple[int, ...]]:
         """``embeds``: three hidden states of the text encoder side by side, padding included."""

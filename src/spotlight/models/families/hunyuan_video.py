@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from spotlight.models.family import ConditionBatch, MediaSize, ModelError, ModelFamily
+from spotlight.models.family import ConditionBatch, MediaSize, ModelFamily
 from spotlight.models.family_facts import (
     ActivationCosts,
     Dimensions,
@@ -22,7 +22,7 @@ from spotlight.models.family_facts import (
     dimensions,
     read_models,
 )
-from spotlight.models.shared.checks import require_equal
+from spotlight.models.shared.checks import after_template
 from spotlight_files.lora_names import HUNYUAN_COMFYUI, HUNYUAN_KOHYA
 from spotlight_files.pipeline_files import PipelineComponent, PipelineFiles
 
@@ -79,21 +79,17 @@ class HunyuanVideo(ModelFamily):
         frame = size.height * size.width
         return min(size.frames, _CHUNK_FRAMES) * (frame if frame <= _UNTILED_PX else _TILE_PX)
 
-    def check_parts(self) -> None:
+    def wanted_config(self) -> dict[str, tuple[object, str]]:
         channels = self.vae.config.latent_channels
-        require_equal(
-            self.files.folder("transformer") / "config.json",
-            self.config,
-            {
-                "patch_size": (2, "2x2 latents become one token"),
-                "patch_size_t": (1, "each latent frame has its own tokens"),
-                "in_channels": (channels, "the VAE's latent_channels"),
-                "out_channels": (channels, "the VAE's latent_channels"),
-                "image_condition_type": (None, "image-to-video is not supported"),
-                "text_embed_dim": self.text_size("text_encoder", "hidden_size"),
-                "pooled_projection_dim": self.text_size("text_encoder_2", "hidden_size"),
-            },
-        )
+        return {
+            "patch_size": (2, "2x2 latents become one token"),
+            "patch_size_t": (1, "each latent frame has its own tokens"),
+            "in_channels": (channels, "the VAE's latent_channels"),
+            "out_channels": (channels, "the VAE's latent_channels"),
+            "image_condition_type": (None, "image-to-video is not supported"),
+            "text_embed_dim": self.text_size("text_encoder", "hidden_size"),
+            "pooled_projection_dim": self.text_size("text_encoder_2", "hidden_size"),
+        }
 
     def set_timesteps(self, steps: int, size: MediaSize) -> None:
         """Linear from 1 towards 0 in ``steps`` steps, then shifted."""
@@ -112,12 +108,7 @@ class HunyuanVideo(ModelFamily):
         embeds, pooled, mask = pipeline.encode_prompt(
             prompt, device=self.text_device, max_sequence_length=self.max_text_tokens
         )
-        kept = embeds[0, mask[0].bool()]
-        if kept.shape[0] == 0:
-            raise ModelError(
-                f"prompt {prompt!r} has no tokens after those of the template that the pipeline drops: the "
-                f"tokenizer of {self.files.root} does not split the template as Llama's does"
-            )
+        kept = after_template(embeds[0, mask[0].bool()], prompt, self.files, "Llama")
         return {"embeds": kept, "pooled": pooled[0]}
 
     def predict(

@@ -21,7 +21,7 @@ from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideo
 from torch import Tensor, nn
 
 from spotlight.models.condition import EMBEDS
-from spotlight.models.family import ConditionBatch, MediaSize, ModelError, ModelFamily
+from spotlight.models.family import ConditionBatch, MediaSize, ModelFamily
 from spotlight.models.family_facts import (
     ActivationCosts,
     Dimensions,
@@ -30,7 +30,7 @@ from spotlight.models.family_facts import (
     dimensions,
     read_models,
 )
-from spotlight.models.shared.checks import require_equal
+from spotlight.models.shared.checks import after_template, require_equal
 from spotlight_files.pipeline_files import PipelineComponent, PipelineFiles
 
 GLYPHS = "glyphs"
@@ -125,22 +125,21 @@ class HunyuanVideo15(ModelFamily):
         for block in blocks:
             block.attn.set_processor(_KeysMasked())
 
-    def check_parts(self) -> None:
+    def wanted_config(self) -> dict[str, tuple[object, str]]:
         channels = self.vae.config.latent_channels
-        require_equal(
-            self.files.folder("transformer") / "config.json",
-            self.config,
-            {
-                "patch_size": (1, "a latent is a token"),
-                "patch_size_t": (1, "a latent is a token"),
-                "in_channels": (2 * channels + 1, "latents, latents of a picture, its mask"),
-                "out_channels": (channels, "the VAE's latent_channels"),
-                "task_type": ("t2v", "image-to-video is not supported"),
-                "use_meanflow": (False, "models of a few mean steps are not supported"),
-                "text_embed_dim": self.text_size("text_encoder", "hidden_size"),
-                "text_embed_2_dim": self.text_size("text_encoder_2", "d_model"),
-            },
-        )
+        return {
+            "patch_size": (1, "a latent is a token"),
+            "patch_size_t": (1, "a latent is a token"),
+            "in_channels": (2 * channels + 1, "latents, latents of a picture, its mask"),
+            "out_channels": (channels, "the VAE's latent_channels"),
+            "task_type": ("t2v", "image-to-video is not supported"),
+            "use_meanflow": (False, "models of a few mean steps are not supported"),
+            "text_embed_dim": self.text_size("text_encoder", "hidden_size"),
+            "text_embed_2_dim": self.text_size("text_encoder_2", "d_model"),
+        }
+
+    def check_parts(self) -> None:
+        super().check_parts()
         usual = {"guidance_rescale": 0.0, "use_original_formulation": False, "start": 0.0, "stop": 1.0}
         file = "guider_config.json"
         require_equal(
@@ -169,12 +168,7 @@ class HunyuanVideo15(ModelFamily):
         """The pipeline's own embeddings without padding."""
         pipeline.tokenizer_max_length = self.max_text_tokens
         embeds, mask, glyphs, lettered = pipeline.encode_prompt(prompt, device=self.text_device)
-        kept = embeds[0, mask[0].bool()]
-        if kept.shape[0] == 0:
-            raise ModelError(
-                f"prompt {prompt!r} has no tokens after those of the template that the pipeline drops: the "
-                f"tokenizer of {self.files.root} does not split the template as Qwen's does"
-            )
+        kept = after_template(embeds[0, mask[0].bool()], prompt, self.files, "Qwen")
         return {EMBEDS: kept, GLYPHS: glyphs[0, lettered[0].bool()]}
 
     def predict(

@@ -80,17 +80,16 @@ class Krea2(ModelFamily):
     def call_arguments(cls, scale: float, embedded: float | None) -> dict[str, object]:
         return {"guidance_scale": scale - 1}
 
+    def wanted_config(self) -> dict[str, tuple[object, str]]:
+        return {
+            "in_channels": (4 * self.vae.config.z_dim, "4 x the VAE's z_dim"),
+            "sum of axes_dims_rope": (self.config.attention_head_dim, "attention_head_dim"),
+            "num_text_layers": (len(_TEXT_LAYERS), "as many as the pipeline joins"),
+            "text_hidden_dim": self.text_size("text_encoder", "hidden_size"),
+        }
+
     def check_parts(self) -> None:
-        require_equal(
-            self.files.folder("transformer") / "config.json",
-            self.config,
-            {
-                "in_channels": (4 * self.vae.config.z_dim, "4 x the VAE's z_dim"),
-                "sum of axes_dims_rope": (self.config.attention_head_dim, "attention_head_dim"),
-                "num_text_layers": (len(_TEXT_LAYERS), "as many as the pipeline joins"),
-                "text_hidden_dim": self.text_size("text_encoder", "hidden_size"),
-            },
-        )
+        super().check_parts()
         wanted = {
             "patch_size": (2, "latents are packed 2x2"),
             "text_encoder_select_layers": (_TEXT_LAYERS, "those of the published models"),

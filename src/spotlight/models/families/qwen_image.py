@@ -25,7 +25,6 @@ from spotlight.models.family_facts import (
     dimensions,
     read_models,
 )
-from spotlight.models.shared.checks import require_equal
 from spotlight_files.lora_names import QWEN
 from spotlight_files.pipeline_files import PipelineComponent, PipelineFiles
 
@@ -78,22 +77,18 @@ class QwenImage(ModelFamily):
             vae_width=config_integer(files, "vae", "base_dim"),
         )
 
-    def check_parts(self) -> None:
+    def wanted_config(self) -> dict[str, tuple[object, str]]:
         z_dim, other = self.vae.config.z_dim, "it belongs to another pipeline"
-        require_equal(
-            self.files.folder("transformer") / "config.json",
-            self.config,
-            {
-                "patch_size": (2, "the pipeline packs 2x2 latents"),
-                "in_channels": (4 * z_dim, "4 x the VAE's z_dim"),
-                "out_channels": (z_dim, "the VAE's z_dim"),
-                "sum of axes_dims_rope": (self.config.attention_head_dim, "attention_head_dim"),
-                "joint_attention_dim": self.text_size("text_encoder", "hidden_size"),
-                "guidance_embeds": (False, "guidance-distilled models are not supported"),
-                "use_additional_t_cond": (False, other),
-                "use_layer3d_rope": (False, other),
-            },
-        )
+        return {
+            "patch_size": (2, "the pipeline packs 2x2 latents"),
+            "in_channels": (4 * z_dim, "4 x the VAE's z_dim"),
+            "out_channels": (z_dim, "the VAE's z_dim"),
+            "sum of axes_dims_rope": (self.config.attention_head_dim, "attention_head_dim"),
+            "joint_attention_dim": self.text_size("text_encoder", "hidden_size"),
+            "guidance_embeds": (False, "guidance-distilled models are not supported"),
+            "use_additional_t_cond": (False, other),
+            "use_layer3d_rope": (False, other),
+        }
 
     def unread_layers(self) -> tuple[str, ...]:
         *_, (last, _) = self.transformer.get_submodule("transformer_blocks").named_children()

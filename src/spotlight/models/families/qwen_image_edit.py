@@ -30,7 +30,7 @@ from spotlight.models.family import (
     Instruction,
     MediaSize,
     ModelError,
-    latent_statistics,
+    encode_normalised,
     pack,
 )
 from spotlight.models.family_facts import ActivationCosts, read_models
@@ -146,10 +146,7 @@ class QwenImageEdit(QwenImage):
         width, height = reference.calculate_dimensions(reference.VAE_IMAGE_SIZE, _ratio(picture))
         resizer = VaeImageProcessor(vae_scale_factor=self.dimensions.patch_px)
         pixels = resizer.preprocess(picture, height, width).to(self.device, torch.float32)
-        latents = self.vae.encode(pixels.unsqueeze(2)).latent_dist.mode()
-        mean, std = latent_statistics(self.vae, latents)
-        normalised: Tensor = (latents - mean) / std
-        return normalised[:, :, 0]
+        return encode_normalised(self.vae, pixels.unsqueeze(2))[:, :, 0]
 
     def predict(
         self,

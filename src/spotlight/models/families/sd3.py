@@ -15,7 +15,6 @@ from spotlight.models.family_facts import (
     dimensions,
     read_models,
 )
-from spotlight.models.shared.checks import require_equal
 from spotlight_files.lora_names import SD3
 from spotlight_files.pipeline_files import PipelineComponent, PipelineFiles
 
@@ -74,23 +73,19 @@ class StableDiffusion3(ModelFamily):
     def planned_text_tokens(cls, words: int, most: int) -> int:
         return _CLIP_TOKENS + most
 
-    def check_parts(self) -> None:
+    def wanted_config(self) -> dict[str, tuple[object, str]]:
         channels = self.vae.config.latent_channels
         pooled = [self.text_size(name, "projection_dim")[0] for name in ("text_encoder", "text_encoder_2")]
-        require_equal(
-            self.files.folder("transformer") / "config.json",
-            self.config,
-            {
-                "in_channels": (channels, "the VAE's latent_channels"),
-                "out_channels": (channels, "the VAE's latent_channels"),
-                "caption_projection_dim": (self.dimensions.width, "num_attention_heads x attention_head_dim"),
-                "joint_attention_dim": self.text_size("text_encoder_3", "d_model"),
-                "pooled_projection_dim": (
-                    sum(width for width in pooled if isinstance(width, int)),
-                    "the sum of projection_dim of text_encoder and text_encoder_2",
-                ),
-            },
-        )
+        return {
+            "in_channels": (channels, "the VAE's latent_channels"),
+            "out_channels": (channels, "the VAE's latent_channels"),
+            "caption_projection_dim": (self.dimensions.width, "num_attention_heads x attention_head_dim"),
+            "joint_attention_dim": self.text_size("text_encoder_3", "d_model"),
+            "pooled_projection_dim": (
+                sum(width for width in pooled if isinstance(width, int)),
+                "the sum of projection_dim of text_encoder and text_encoder_2",
+            ),
+        }
 
     def condition_shapes(self, text_tokens: int) -> dict[str, tuple[int, ...]]:
         """``embeds``: CLIP's penultimate states side by side, then T5's; ``pooled``: both CLIPs'."""

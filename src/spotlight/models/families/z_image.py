@@ -22,7 +22,6 @@ from spotlight.models.family_facts import (
     config_integer,
     read_models,
 )
-from spotlight.models.shared.checks import require_equal
 from spotlight_files.lora_names import Z_IMAGE_COMFYUI, Z_IMAGE_KOHYA
 from spotlight_files.pipeline_files import PipelineComponent, PipelineFiles
 
@@ -66,18 +65,14 @@ class ZImage(ModelFamily):
         """The pipeline's scale is less by one."""
         return {"guidance_scale": scale - 1}
 
-    def check_parts(self) -> None:
-        require_equal(
-            self.files.folder("transformer") / "config.json",
-            self.config,
-            {
-                "all_patch_size": ([2], "the pipeline's patches are 2x2"),
-                "all_f_patch_size": ([1], "of one frame"),
-                "in_channels": (self.vae.config.latent_channels, "the VAE's latent_channels"),
-                "cap_feat_dim": self.text_size("text_encoder", "hidden_size"),
-                "siglip_feat_dim": (None, "it belongs to another pipeline"),
-            },
-        )
+    def wanted_config(self) -> dict[str, tuple[object, str]]:
+        return {
+            "all_patch_size": ([2], "the pipeline's patches are 2x2"),
+            "all_f_patch_size": ([1], "of one frame"),
+            "in_channels": (self.vae.config.latent_channels, "the VAE's latent_channels"),
+            "cap_feat_dim": self.text_size("text_encoder", "hidden_size"),
+            "siglip_feat_dim": (None, "it belongs to another pipeline"),
+        }
 
     def condition_shapes(self, text_tokens: int) -> dict[str, tuple[int, ...]]:
         """``embeds``: the text encoder's hidden state before its last layer."""

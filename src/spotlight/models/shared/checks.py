@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from torch import Tensor
+
 from spotlight_files.model_errors import ModelError
+from spotlight_files.pipeline_files import PipelineFiles
 
 
 def require_equal(path: Path, config: Mapping[str, object], wanted: Mapping[str, tuple[object, str]]) -> None:
@@ -30,6 +33,20 @@ def _found(config: Mapping[str, object], key: str) -> object:
     if not isinstance(value, (list, tuple)):
         return value
     return sum(value) if key.startswith("sum of ") else list(value)
+
+
+def after_template(rows: Tensor, prompt: str, files: PipelineFiles, usual: str) -> Tensor:
+    """``rows``, those after the template's; raises :class:`ModelError` if there are none.
+
+    Args:
+        usual: whose tokenizer splits the template as the pipeline expects.
+    """
+    if not len(rows):
+        raise ModelError(
+            f"prompt {prompt!r} has no tokens after those of the template that the pipeline drops: the "
+            f"tokenizer of {files.root} does not split the template as {usual}'s does"
+        )
+    return rows
 
 
 def require_even_split(degree: int, tokens: int, model: str, reference: str = "") -> None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -28,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store, _abort_process_group, _set_pg_timeout, _world
 
+from spotlight.rollout.sequence_parallel.rendezvous import listening_only_on
 from spotlight_rewards.base.lost_device import end_if_lost, end_process
 
 _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -91,12 +91,12 @@ class Gloo:
 
     def open(self, store: Store, rank: int, degree: int) -> dist.ProcessGroup:
         """See :meth:`Communicator.open`."""
-        with self.bounded(), _on_loopback():
+        with self.bounded(), listening_only_on("127.0.0.1"):
             return _opened("gloo", store, rank, degree, self.collective_s)
 
     def half(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
         """See :meth:`Communicator.half`."""
-        with self.bounded(), _on_loopback():
+        with self.bounded(), listening_only_on("127.0.0.1"):
             return _half(group, self.collective_s / 4)  # each of two; later limits are set by `bounded`
 
     def close(self) -> None:
@@ -299,17 +299,3 @@ def _half(group: dist.ProcessGroup, timeout_s: float) -> dist.ProcessGroup:
 
 def _first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
-
-
-@contextmanager
-def _on_loopback() -> Iterator[None]:
-    name = "GLOO_SOCKET_IFNAME"
-    loopback = next((found for _, found in socket.if_nameindex() if found.startswith("lo")), None)
-    if name in os.environ or loopback is None:
-        yield
-        return
-    os.environ[name] = loopback
-    try:
-        yield
-    finally:
-        del os.environ[name]
