@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from statistics import NormalDist, fmean
+from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
@@ -138,6 +138,7 @@ class ClosedForm:
         notice_s: float | None = None,
     ) -> None:
         self.starts, self._noticed_s = starts or (prepared,), notice_s
+        self._presences: dict[int, tuple[Prepared, Presence]] = {}  # by the start's identity
         self._prepared, self._strategy, self._file = prepared, strategy, prepared.file.run_as(strategy)
         self._limit_h = limit_h
         terms = terms_of(prepared, strategy)
@@ -278,6 +279,13 @@ class ClosedForm:
 
     def _presence(self, start: Prepared) -> Presence:
         """A learner that takes a node on demand has its own place again after a while."""
+        of, known = self._presences.get(id(start), (None, None))
+        if known is None or of is not start:
+            known = self._presence_of(start)
+            self._presences[id(start)] = start, known
+        return known
+
+    def _presence_of(self, start: Prepared) -> Presence:
         until_s = min(HORIZON_H, self._limit_h) * 3600
         if self._strategy.places is not SpotPlaces.SPOT:
             return steady(self._file.cluster.spot.nodes if self._strategy.places.stays else 0, until_s)
@@ -358,7 +366,8 @@ class ClosedForm:
     @cached_property
     def _losses_s(self) -> float:
         """How often a second a learner on spot nodes loses one, over all starts."""
-        return fmean(self._presence(start).losses_s(self._learner_nodes) for start in self.starts)
+        each = [self._presence(start).losses_s(self._learner_nodes) for start in self.starts]
+        return sum(each) / len(each)
 
     @property
     def _notice_s(self) -> float:

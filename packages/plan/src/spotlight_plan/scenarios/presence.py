@@ -134,7 +134,8 @@ def presence_of(trace: Trace, usd_h: float | None, joins_s: float, until_s: floa
     changes += [(since_s, 0, 1) for since_s in ready_s.values()]
     points = trace.prices if usd_h is None else ()
     changes += [(point.time_s, 0, 0) for point in points]
-    table = np.array([one for one in changes if one[0] < until_s])
+    table = np.array(changes)
+    table = table[table[:, 0] < until_s]
     times_s, paid, working = table[np.argsort(table[:, 0], kind="stable")].T
     paid, working = np.cumsum(paid), np.cumsum(working)
     if usd_h is None:
