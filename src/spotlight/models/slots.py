@@ -30,7 +30,7 @@ from spotlight.models.experts import denoisers
 from spotlight.models.family import ModelError
 from spotlight.models.peft_layers import AdapterCopies, LoraSpec
 from spotlight.models.shared.quantised import held, packed_state
-from spotlight.models.shared.sharded import gathers, is_sharded
+from spotlight.models.shared.sharded import gathered, gathers, write_whole
 from spotlight_files.update_rounding import UpdateRounding
 
 Slot = Literal["policy", "reference", "old", "ema"]
@@ -108,7 +108,7 @@ class WeightSlots(ABC):
         parameters = self.parameters(slot)
         _check_same(slot, parameters, tensors)
         for name, parameter in parameters.items():
-            _write(parameter, tensors[name])
+            write_whole(parameter, tensors[name])
 
     @torch.no_grad()
     def blend(self, dst: Slot, src: Slot, decay: float) -> None:
@@ -275,8 +275,8 @@ class LoraSlots(WeightSlots):
         Those that are held in few bits are read from their files.
         """
         self._check_slot(slot)
-        state = _gathered(self._base(), keep)
-        adapter = _gathered(self.parameters(slot), keep) if slot in self._adapters else {}
+        state = gathered(self._base(), keep)
+        adapter = gathered(self.parameters(slot), keep) if slot in self._adapters else {}
         if not adapter:
             return state
         for layer in self._layers:
@@ -343,7 +343,7 @@ class CopySlots(WeightSlots):
     def merged_state(
         self, slot: Slot, *, keep: bool = True, rounding: UpdateRounding | None = None
     ) -> dict[str, Tensor]:
-        state = _gathered(self.parameters(slot), keep)
+        state = gathered(self.parameters(slot), keep)
         if rounding is not None:
             for name in state:
                 state[name] = rounding.round(name, state[name])
@@ -382,23 +382,3 @@ def _reshard(module: nn.Module) -> None:
     for part in module.modules():
         if gathers(part):
             part.reshard()
-
-
-def _write(parameter: Tensor, value: Tensor) -> None:
-    if is_sharded(parameter) and not is_sharded(value):
-        from torch.distributed.tensor import distribute_tensor
-
-        value = value.to(device=parameter.device, dtype=parameter.dtype)
-        # src_data_rank=None: every rank has the full value and takes its own shard; no communication.
-        value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    parameter.copy_(value)
-
-
-def _gathered(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
-    kept: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        detached = tensor.detach()
-        whole = detached.full_tensor() if is_sharded(detached) else detached
-        if keep:
-            kept[name] = whole.to("cpu", copy=True)
-    return kept

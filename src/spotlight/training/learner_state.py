@@ -28,9 +28,9 @@ from torch.autograd.graph import increment_version
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from spotlight.models.shared.sharded import is_sharded, whole, write_whole
 from spotlight.models.slots import Slot, WeightSlots
 from spotlight.training.sharded_files import TensorReader
 from spotlight.training.sharding import Ranks
@@ -72,7 +72,7 @@ def save(directory: Path, slots: WeightSlots, optimizer: Optimizer, counters: Co
     tensors = _tensors(slots, optimizer)
     with _writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
-        if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
+        if any(map(is_sharded, tensors.values())):
             dcp_save(tensors, checkpoint_id=directory / SHARDED)
         elif ranks.is_main:
             # safetensors refuses non-contiguous views; contiguous() copies only those.
@@ -157,9 +157,9 @@ def digest(slots: WeightSlots, optimizer: Optimizer, counters: Counters) -> str:
     counted = [counters.steps, counters.batches, counters.samples, _optimizer_steps(slots, optimizer)]
     total = hashlib.sha256(json.dumps(counted, sort_keys=True).encode())
     for name, tensor in sorted(_tensors(slots, optimizer).items()):
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        total.update(f"{name} {whole.dtype} {list(whole.shape)}".encode())
-        total.update(whole.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        full = whole(tensor)
+        total.update(f"{name} {full.dtype} {list(full.shape)}".encode())
+        total.update(full.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return total.hexdigest()
 
 
@@ -246,11 +246,7 @@ def _read_whole(path: Path, targets: Mapping[str, Tensor]) -> None:
         path, {n: list(t.shape) for n, t in tensors.items()}, {n: list(t.shape) for n, t in targets.items()}
     )
     for name, target in targets.items():
-        value = tensors[name].to(target.device)
-        if isinstance(target, DTensor):
-            # src_data_rank None: each rank has read the file and keeps its own shard, without communication.
-            value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
-        target.copy_(value)
+        write_whole(target, tensors[name])
 
 
 def _read_sharded(path: Path, targets: dict[str, Tensor]) -> None:
