@@ -19,7 +19,7 @@ from typing import Any, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from spotlight_rewards.geneval.requirements import MetadataFormat, Requirement, Requirements
+from spotlight_rewards.geneval.requirements import MetadataFormat, Requirement, Requirements, require_one_each
 from spotlight_rewards.reward import Image, RewardInputError, takes_videos
 from spotlight_rewards.reward_facts import Example, Reads, RewardFacts
 from spotlight_rewards.shapes import (
@@ -105,11 +105,7 @@ def motion(
         RewardInputError: unknown ``train_on``, or an invalid record (names prompt and field).
         ValueError: lengths differ, or a video has the wrong type or size.
     """
-    if not len(images) == len(prompts) == len(metadata):
-        raise ValueError(
-            f"got {len(images)} videos, {len(prompts)} prompts and {len(metadata)} metadata records; "
-            "give one of each per sample"
-        )
+    require_one_each(images, prompts, metadata, "videos")
     check(prompts, metadata, train_on=train_on)
     curves: dict[str, list[float]] = {"strict": [], "graded": [], "appearance": [], "movement": []}
     for video, prompt, record in zip(images, prompts, metadata, strict=True):

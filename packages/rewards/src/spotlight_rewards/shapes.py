@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from scipy import ndimage
 from scipy.optimize import linear_sum_assignment
 
-from spotlight_rewards.geneval.requirements import MetadataFormat, Requirement, Requirements
+from spotlight_rewards.geneval.requirements import MetadataFormat, Requirement, Requirements, require_one_each
 from spotlight_rewards.geneval.verdicts import direction
 from spotlight_rewards.reward import Image, RewardInputError
 from spotlight_rewards.reward_facts import Example, Reads, RewardFacts
@@ -114,11 +114,7 @@ def shapes(
         RewardInputError: unknown ``train_on``, or an invalid record (names prompt and field).
         ValueError: lengths differ, or an image has the wrong type or size.
     """
-    if not len(images) == len(prompts) == len(metadata):
-        raise ValueError(
-            f"got {len(images)} images, {len(prompts)} prompts and {len(metadata)} metadata records; "
-            "give one of each per sample"
-        )
+    require_one_each(images, prompts, metadata)
     check(prompts, metadata, train_on=train_on)
     strict, graded = [], []
     for image, prompt, record in zip(images, prompts, metadata, strict=True):
