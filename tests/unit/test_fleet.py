@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,14 +15,14 @@ from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.cluster.cluster import Cluster
 from spotlight.scheduler.cluster.queue import PullQueue
-from spotlight.scheduler.fleet.fleet_machine import Fleet, split_machine
+from spotlight.scheduler.fleet.fleet_machine import Fleet, FleetMachine, split_machine
 from spotlight.scheduler.fleet.make_fleet import make_fleet
 from spotlight.scheduler.fleet.rank_places import choose_places
 from spotlight.scheduler.fleet.supply import Supply
 from spotlight.scheduler.plan import ClusterPlan, FleetSettings, Plan
 from spotlight.scheduler.policies.spot_learner.learner_places import LearnerPlaces
 from spotlight.scheduler.policies.spot_learner.spot_learner import SpotLearner
-from spotlight.scheduler.types import Node, NodeId, NodeKind, PolicyVersion
+from spotlight.scheduler.types import Node, NodeId, NodeKind, PolicyVersion, WorkerId
 
 
 def node(name: str, kind: NodeKind = NodeKind.RESERVED, gpus: int = 1) -> Node:
@@ -216,6 +217,27 @@ def test_a_notice_gives_it_another_place_and_what_it_leaves_rests_or_rolls_out()
     assert world.roles("a", "b", "c") == ["r", "r", "T"]
     world.tell(ev.NodeLost(c), ev.LearnerLost("its node is gone"))
     assert world.roles("a", "b") == ["r", "T"]
+
+
+def test_machines_are_looked_at_only_when_one_of_them_or_the_learner_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Workers and groups answer a hundred thousand times in a simulated iteration of a thousand GPUs."""
+    world, asked = moving(1), list[NodeId]()
+    world.join(*map(spot, "abcdefgh"))
+    world.tell(ev.LearnerStarted(world.placed))
+    assign = Fleet.assign
+
+    def counted(fleet: Fleet, machine: FleetMachine, ranks: int, *, ranks_roll_out: bool) -> None:
+        asked.append(machine.node.id)
+        assign(fleet, machine, ranks, ranks_roll_out=ranks_roll_out)
+
+    monkeypatch.setattr(Fleet, "assign", counted)
+    for number in range(20):
+        world.tell(ev.GroupFormed(WorkerId("a/0"), number))
+    assert not asked
+    world.tell(ev.NodeNoticed(NodeId("a"), 30.0))
+    assert sorted(set(asked)) == sorted("abcdefgh")
 
 
 def test_the_learner_grows_when_there_has_been_room_for_long_enough_and_stays_if_that_fails() -> None:

@@ -31,7 +31,7 @@ def cluster(seconds: Sequence[int], counts: Sequence[int]) -> tuple[FairShares, 
         pace.end(LeaseId(index), 1000.0 * index + step_s * STEPS)
         groups += [group(10 * index + i, kind) for i in range(count)]
     for one in groups:
-        shares.count(one, 1)
+        shares.add(one)
     return shares, groups
 
 
@@ -80,6 +80,16 @@ def test_the_last_rollouts_are_left_to_the_fast() -> None:
 
 def test_gpus_that_train_count_where_they_share() -> None:
     shares, (one,) = cluster([1], [1])
-    shares.count(group(99, one.kind, trains=True), 1)
+    shares.add(group(99, one.kind, trains=True))
     assert shares.of(one, 10, trainers=False) == 10
     assert shares.of(one, 10, trainers=True) == 5
+
+
+def test_what_groups_do_is_looked_at_only_where_it_can_matter() -> None:
+    """With a thousand groups nearly every event offers work, and that all of them worked would not do."""
+    shares, (*_, slow) = cluster([1, 4], [4, 1])
+
+    def looked_at() -> Counter[GroupKind]:
+        raise AssertionError("4 fast groups do 16 in the time of one")
+
+    assert not shares.is_sooner_done(slow, 1, 17, looked_at)

@@ -17,7 +17,17 @@ from spotlight.scheduler.cluster.queue import WorkClass
 from spotlight.scheduler.policies.trainers import trainer_budget as takes_module
 from spotlight.scheduler.policies.trainers.look_ahead import RolloutBudget, Timeline, find_budget
 from spotlight.scheduler.policies.trainers.trainer_budget import Backlog, Remaining, groups_soon
-from spotlight.scheduler.types import Filler, GroupKind, LeaseId, Node, NodeId, NodeKind, Purpose, WorkerId
+from spotlight.scheduler.types import (
+    Filler,
+    GroupKind,
+    LeaseId,
+    Node,
+    NodeId,
+    NodeKind,
+    Purpose,
+    RolloutId,
+    WorkerId,
+)
 from spotlight_rewards.base.prompts import Prompt, PromptId
 
 
@@ -256,3 +266,22 @@ def test_a_trainer_that_was_slow_once_is_not_given_up() -> None:
         pace.end(LeaseId(lease), seconds)
     assert pace.step_s(FAST) == pytest.approx(1.0), "each is on its own"
     assert pace.step_s(FAST, trains=True) == pytest.approx(1.5)
+
+
+def test_what_is_not_trained_yet_is_known_without_a_look_at_the_samples() -> None:
+    """It is asked at every event, of which each of a thousand samples makes several."""
+
+    class Unread(set[RolloutId]):
+        def __sub__(self, other: object) -> set[RolloutId]:
+            raise AssertionError("all samples are looked at")
+
+    room, spot, grant, _ = generating(prompts=8, held=4, trainers=2)
+    current, training = room.controller.work.current, room.controller.training
+    for _ in range(2):
+        made = sum(map(len, current.groups.values())) - len(current.unscored - current.finished)
+        trained = sum(map(len, training.trained_in.values()))
+        unscored, current.unscored = current.unscored, Unread(current.unscored)
+        assert training.untrained == made - trained
+        current.unscored = unscored
+        finish(room, spot, grant)
+    assert made > 0

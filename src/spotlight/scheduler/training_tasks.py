@@ -98,12 +98,9 @@ class TrainingTasks:
     @property
     def untrained(self) -> int:
         """Samples generated, scored or not, and neither trained yet nor left out for others."""
-        current = self._current
-        members = sum(len(group) for group in current.groups.values())
-        making = sum(
-            current.rollouts[name].purpose is Purpose.TRAIN for name in current.unscored - current.finished
-        )
-        return max(0, members - making - self._generated(sum(map(len, self.trained_in.values()))))
+        current, queue = self._current, self._work.queue
+        made = len(current.rollouts) - len(current.evaluation) - queue.outstanding_for(Purpose.TRAIN)
+        return max(0, made - self._generated(sum(map(len, self.trained_in.values()))))
 
     def _generated(self, trained: int) -> int:
         """Samples of which so many were chosen to be trained."""

@@ -180,8 +180,7 @@ class Node:
     rolls_out: bool
 
 
-@dataclass(frozen=True, slots=True)
-class GroupKind:
+class GroupKind(NamedTuple):
     """Sequence-parallel groups expected to be equally fast."""
 
     gpu_type: str

@@ -339,7 +339,7 @@ class Cluster:
             self._trainers = None
             self.queue.limits.formed(members, kind, trains=trains)
             host.leaders[group.leader] = None
-            self.serving.shares.count(group, 1)
+            self.serving.shares.add(group)
             for name in members:
                 self._set_state(self.workers[name], WorkerState.GROUPED)
                 self.workers[name].leader = group.leader
@@ -477,8 +477,7 @@ class Cluster:
             assert (group.state is GroupState.FORMING) == (("form", group.leader) in self._commands)
             assert (group.state is GroupState.STOPPING) == (("stop", group.leader) in self._commands)
         assert self._capable == sum(worker.state in ABLE for worker in self.workers.values())
-        sharers = [group for group in self.groups.values() if group.state is not GroupState.STOPPING]
-        self.serving.shares.check(sharers)
+        self.serving.shares.check([*self.groups.values()])
         self.serving.idle.check()
         assert all(self.groups[group.leader] is group for group in self.serving.idle)
         helping = {name for name, host in self.hosts.items() if host.node.trains and host.node.rolls_out}

@@ -135,16 +135,18 @@ class Dispatcher:
         )
 
     def _preempt_previews(self) -> None:
-        if not (self.spare.explores and self.queue.previews_held):
+        previews = self.spare.explores and self.queue.previews_held
+        if not (previews and (demand := self.spare.demand()).pressing):
             return
-        demand = self.spare.demand()
-        if not demand.pressing:
-            return
-        ready = [group for group in self.cluster.groups.values() if group.state is GroupState.READY]
-        of_each_kind = {group.kind: group for group in ready}.values()  # groups of a kind have equal shares
-        share = max((self.serving.share(group, demand) for group in of_each_kind), default=1)
-        able = {group.leader for group in ready}
-        given = self.spare.preempt(math.ceil(demand.pressing / share), able.__contains__, self.cluster.now)
+        groups, share, ready = self.cluster.groups, 1, GroupState.READY
+        for kind in +self.serving.shares.present:  # groups of a kind have equal shares
+            first = next((one for one in groups.values() if one.kind == kind and one.state is ready), None)
+            share = max(share, self.serving.share(first, demand) if first else 1)
+
+        def able(leader: WorkerId) -> bool:
+            return leader in groups and groups[leader].state is ready
+
+        given = self.spare.preempt(math.ceil(demand.pressing / share), able, self.cluster.now)
         self._abandon_previews(given)
 
     @property

@@ -32,14 +32,20 @@ _FEW = 4
 
 @dataclass(slots=True)
 class FairShares:
-    """Groups that share the work, forming ones included, counted by (trains, kind)."""
+    """Groups that share the work, forming ones included, counted by (trains, kind).
+
+    Attributes:
+        present: all groups by kind, stopping ones too.
+    """
 
     pace: Pace
     sharers: Counter[tuple[bool, GroupKind]] = field(default_factory=Counter)
+    present: Counter[GroupKind] = field(default_factory=Counter)
 
-    def count(self, group: WorkerGroup, change: int) -> None:
-        """Add (``change`` 1) or remove (-1) a group."""
-        self.sharers[group.trains, group.kind] += change
+    def add(self, group: WorkerGroup) -> None:
+        """A group forms."""
+        self.sharers[group.trains, group.kind] += 1
+        self.present[group.kind] += 1
 
     def of(self, group: WorkerGroup, rollouts: int, *, trainers: bool) -> int:
         """A group's share of ``rollouts``; ``trainers``: GPUs that train share too."""
@@ -55,20 +61,18 @@ class FairShares:
 
         Args:
             share: of ``rollouts``; False for large shares, where one rollout hardly matters.
-            able: groups that work or wait for work; called only if needed.
+            able: groups that work or wait for work; called only if all groups together would.
         """
         if not 0 < share <= _FEW:
             return False
         speeds = self._speeds()
         speed = speeds[group.kind]
-        if speed >= max(speeds.values()):
-            return False
-        done = sum(
-            math.floor(share * speeds[kind] / speed) * count
-            for kind, count in able().items()
-            if speeds.get(kind, 0.0) > speed
-        )
-        return done > rollouts - share
+        each = {kind: math.floor(share * its / speed) for kind, its in speeds.items() if its > speed}
+
+        def done(groups: Mapping[GroupKind, int]) -> int:
+            return sum(number * groups.get(kind, 0) for kind, number in each.items())
+
+        return bool(each) and done(self.present) > rollouts - share and done(able()) > rollouts - share
 
     def _speeds(self) -> dict[GroupKind, float]:
         """Relative to the first kind; 1 while a pace is unknown."""
@@ -80,8 +84,10 @@ class FairShares:
         }
 
     def check(self, groups: list[WorkerGroup]) -> None:
-        """Assert that exactly these groups share."""
-        assert +self.sharers == Counter((group.trains, group.kind) for group in groups)
+        """Assert that exactly these groups are there, and those that do not stop share."""
+        sharing = [group for group in groups if group.state is not GroupState.STOPPING]
+        assert +self.sharers == Counter((group.trains, group.kind) for group in sharing)
+        assert +self.present == Counter(group.kind for group in groups)
 
 
 _FILLER = {WorkClass.NEXT: Filler.NEXT, WorkClass.EXPLORE: Filler.EXPLORATION}
@@ -120,7 +126,7 @@ class Serving:
 
     def parts(self, group: WorkerGroup) -> None:
         """Remove a group from sharing: it takes no more work."""
-        self.shares.count(group, -1)
+        self.shares.sharers[group.trains, group.kind] -= 1
         self.idle.remove(group.leader)
         self.spare.pulled(group.leader)
 
@@ -128,6 +134,7 @@ class Serving:
         """Forget a dissolved group."""
         if group.state is not GroupState.STOPPING:
             self.parts(group)
+        self.shares.present[group.kind] -= 1
         self.pace.forget(group.leader)
 
     # -- work ------------------------------------------------------------------------------------------

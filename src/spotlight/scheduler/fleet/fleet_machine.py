@@ -117,6 +117,7 @@ class Fleet:
         effects: taken by the controller after each event.
         now: of the event being processed.
         next_s: when :meth:`place` is next due although nothing happens; None: never.
+        changes: so often a machine came or went, or its end or its parts changed.
     """
 
     cluster: Cluster
@@ -125,10 +126,12 @@ class Fleet:
     effects: list[Effect] = field(default_factory=list)
     now: float = 0.0
     next_s: float | None = None
+    changes: int = 0
     _changed: bool = False
 
     def handle(self, event: ev.MachineEvent) -> None:
         """A machine comes, goes or is noticed."""
+        self.changes += 1
         match event:
             case ev.NodeJoined(node):
                 if (before := self.machines.get(node.id)) is not None:
@@ -191,6 +194,7 @@ class Fleet:
     def give_back(self, machine: FleetMachine, at_s: float | None) -> None:
         """Have a machine end at this time; None: it stays, unless the cloud takes it."""
         machine.returned_s, self._changed = at_s, True
+        self.changes += 1
         self._announce(machine)
 
     def kind(self, kind: NodeKind) -> list[FleetMachine]:
@@ -214,6 +218,7 @@ class Fleet:
         before, machine.parts = machine.parts, parts
         if before == parts:
             return
+        self.changes += 1
         if before:
             self.cluster.reassign([part.id for part in before], parts)
         else:

@@ -61,14 +61,9 @@ class LearnerPlaces:
     def larger(self) -> Mapping[NodeId, int]:
         """Places on spot nodes for a learner of more ranks than the one that runs, beside it."""
         running = self.running
-        if (
-            not running
-            or self.target != running
-            or not self._stays(running)
-            or self.on_demand & running.keys()
-        ):
+        more = [size for size in self._sizes if size > sum(running.values())] if running else []
+        if not more or self.target != running or not self._stays(running) or self.on_demand & running.keys():
             return {}
-        more = [size for size in self._sizes if size > sum(running.values())]
         return self._fitting(self._spot(self._free(self.leaving | running.keys())), more)
 
     def grow(self) -> None:

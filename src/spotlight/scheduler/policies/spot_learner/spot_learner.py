@@ -32,6 +32,7 @@ class SpotLearner(FleetPolicy):
         self._ranks_roll_out, self._grows_after_s = plan.fleet.ranks_roll_out, plan.fleet.grows_after_s
         self._room_since_s: float | None = None
         self._placed = PlaceLearner({})
+        self._seen: tuple[object, ...] = ()
 
     def observe(self, event: ev.Event, fleet: Fleet) -> None:
         """See :class:`FleetPolicy`."""
@@ -58,19 +59,22 @@ class SpotLearner(FleetPolicy):
     def place(self, fleet: Fleet) -> None:
         """See :class:`FleetPolicy`."""
         places = self.places
-        places.advised = {name for name in places.slots if fleet.machines[name].advised}
-        for name in places.slots:
-            ends = fleet.machines[name].ends_s is not None
-            if ends and name not in places.leaving:
-                places.notice(name)
-            elif not ends and name in places.leaving:
-                places.cancel(name)
+        if self._seen[:1] != (fleet.changes,):
+            places.advised = {name for name in places.slots if fleet.machines[name].advised}
+            for name in places.slots:
+                ends = fleet.machines[name].ends_s is not None
+                if ends and name not in places.leaving:
+                    places.notice(name)
+                elif not ends and name in places.leaving:
+                    places.cancel(name)
         self._grow(fleet.now)
         if places.target != self._placed.ranks:
             self._placed = PlaceLearner(dict(places.target))
             fleet.effects.append(self._placed)
-        for name in places.slots:
-            fleet.assign(fleet.machines[name], places.held(name), ranks_roll_out=self._ranks_roll_out)
+        if self._seen != (fleet.changes, places.target, places.running):
+            for name in places.slots:
+                fleet.assign(fleet.machines[name], places.held(name), ranks_roll_out=self._ranks_roll_out)
+            self._seen = fleet.changes, places.target, places.running
 
     def _grow(self, now: float) -> None:
         """Move to more ranks once there has been room for them for long enough."""
