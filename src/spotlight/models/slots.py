@@ -29,6 +29,7 @@ from spotlight.models import peft_layers
 from spotlight.models.experts import denoisers
 from spotlight.models.family import ModelError
 from spotlight.models.peft_layers import AdapterCopies, LoraSpec
+from spotlight.models.shared.checks import difference
 from spotlight.models.shared.quantised import held, packed_state
 from spotlight.models.shared.sharded import gathered, gathers, write_whole
 from spotlight_files.update_rounding import UpdateRounding
@@ -106,7 +107,11 @@ class WeightSlots(ABC):
             ModelError: names or shapes differ; nothing has been written then.
         """
         parameters = self.parameters(slot)
-        _check_same(slot, parameters, tensors)
+        if odd := difference({name: list(each.shape) for name, each in tensors.items()}, parameters):
+            raise ModelError(
+                f"state for slot {slot!r} {odd}: it was saved from another model, or with other LoRA targets "
+                "or another rank"
+            )
         for name, parameter in parameters.items():
             write_whole(parameter, tensors[name])
 
@@ -356,24 +361,6 @@ def _ordered(extra: Sequence[Slot]) -> tuple[Slot, ...]:
     if unknown:
         raise ModelError(f"unknown weight slot {unknown[0]!r}; expected one of {', '.join(known)}")
     return tuple(slot for slot in known if slot == "policy" or slot in extra)
-
-
-def _check_same(slot: Slot, parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    for kind, names in (
-        ("misses", [n for n in parameters if n not in tensors]),
-        ("has unknown", [n for n in tensors if n not in parameters]),
-    ):
-        if names:
-            raise ModelError(
-                f"state for slot {slot!r} {kind} {len(names)} tensors, first {names[0]!r}: "
-                "it was saved from another model, or with other LoRA targets"
-            )
-    for name, parameter in parameters.items():
-        if tensors[name].shape != parameter.shape:
-            raise ModelError(
-                f"state for slot {slot!r}: {name!r} has shape {list(tensors[name].shape)}, expected "
-                f"{list(parameter.shape)}: it was saved from another model, or with another LoRA rank"
-            )
 
 
 def _reshard(module: nn.Module) -> None:

@@ -13,7 +13,7 @@ import hashlib
 import json
 import pickle
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.optim import Optimizer
 
+from spotlight.models.shared.checks import difference
 from spotlight.models.shared.sharded import is_sharded, whole, write_whole
 from spotlight.models.slots import Slot, WeightSlots
 from spotlight.training.sharded_files import TensorReader
@@ -128,7 +129,7 @@ def load(directory: Path, slots: WeightSlots, optimizer: Optimizer) -> Counters:
         if name in parameters
         for moment in _MOMENTS
     }
-    _check_shapes(directory / INDEX, index.shapes, {name: list(t.shape) for name, t in targets.items()})
+    _check_shapes(directory / INDEX, index.shapes, targets)
     _read(directory, targets)
     optimizer.state.clear()
     for name, step in steps.items():
@@ -145,7 +146,7 @@ def load_weights(directory: Path, slots: WeightSlots) -> None:
     index = _read_index(directory / INDEX)
     targets = _weights(slots)
     saved = {name: shape for name, shape in index.shapes.items() if not name.startswith(_OPTIMIZER)}
-    _check_shapes(directory / INDEX, saved, {name: list(t.shape) for name, t in targets.items()})
+    _check_shapes(directory / INDEX, saved, targets)
     _read(directory, targets)
 
 
@@ -216,17 +217,12 @@ def _read_index(path: Path) -> _StateIndex:
         raise StateError(_damaged(path, error)) from error
 
 
-def _check_shapes(path: Path, found: Mapping[str, list[int]], expected: Mapping[str, list[int]]) -> None:
-    hint = "it is of another model, LoRA shape, algorithm or EMA: resume with the run's own configuration"
-    for kind, names in (
-        ("lacks", expected.keys() - found.keys()),
-        ("has unknown", found.keys() - expected.keys()),
-    ):
-        if names:
-            raise StateError(f"{path} {kind} {len(names)} tensors, first {min(names)!r}: {hint}")
-    for name, shape in expected.items():
-        if found[name] != shape:
-            raise StateError(f"{path}: {name!r} has shape {found[name]}, expected {shape}: {hint}")
+def _check_shapes(path: Path, found: Mapping[str, Sequence[int]], expected: Mapping[str, Tensor]) -> None:
+    if odd := difference(found, expected):
+        raise StateError(
+            f"{path} {odd}: it is of another model, LoRA shape, algorithm or EMA: resume with the run's own "
+            "configuration"
+        )
 
 
 def _read(directory: Path, targets: dict[str, Tensor]) -> None:
@@ -242,9 +238,7 @@ def _read_whole(path: Path, targets: Mapping[str, Tensor]) -> None:
             return {name: file.get_tensor(name) for name in targets}
 
     tensors = _reading(path, read)
-    _check_shapes(
-        path, {n: list(t.shape) for n, t in tensors.items()}, {n: list(t.shape) for n, t in targets.items()}
-    )
+    _check_shapes(path, {name: tensor.shape for name, tensor in tensors.items()}, targets)
     for name, target in targets.items():
         write_whole(target, tensors[name])
 
