@@ -3,9 +3,9 @@
     python -m benchmarks.plan_ranking
     python -m benchmarks.plan_ranking --scenario paper-512 --json ranking.json
 
-Of every scenario some clusters and strategies, with nodes that stay, each simulated exactly for some
-iterations. Errors are of the seconds of an iteration; of all pairs of candidates of one scenario, ``order``
-is the share that both put in the same order (by dollars of an iteration).
+Of every scenario some clusters and strategies, with nodes that stay or are lost, each simulated exactly for
+some iterations. Errors are of the seconds of an iteration; of all pairs of candidates of one scenario,
+``order`` is the share that both put in the same order (by dollars of an iteration).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import math
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from itertools import combinations
 from pathlib import Path
@@ -25,7 +25,7 @@ import typer
 
 from spotlight_plan.closed_form import ClosedForm
 from spotlight_plan.compare import SimulationTask, run_task
-from spotlight_plan.scenarios.prepare import prepare
+from spotlight_plan.scenarios.prepare import at_starts, prepare
 from spotlight_plan.scenarios.scenario_load import load_scenario
 from spotlight_plan.scenarios.strategies import strategy_named
 
@@ -47,13 +47,44 @@ _STAYS = (
     "disaggregated+gap+tsp+tag",
     "disaggregated+gap+tsp+tag+tcss",
 )
-CASES: dict[str, tuple[tuple[str, ...], tuple[tuple[int, int], ...]]] = {
-    "paper-512": (_MIXED, ((1, 2), (1, 4), (2, 4), (1, 8), (2, 8))),
-    "paper-1280": (_MIXED, ((1, 4), (2, 8))),
-    "mixed-512": (_MIXED[:-1], ((1, 4), (2, 4))),
-    "pipeline-qwen-image": (_STAYS, ((3, 1), (2, 2), (1, 3))),
+_STAYING = ("run.until_h=100", "trace={kind: always_on}", "workload.evaluation=null")
+
+
+@dataclass(frozen=True, slots=True)
+class Cases:
+    """Candidates of one scenario.
+
+    Attributes:
+        clusters: numbers of reserved and spot nodes.
+        overrides: beside these.
+        starts, iterations: simulated of each; None: as the command says.
+    """
+
+    scenario: str
+    strategies: tuple[str, ...]
+    clusters: tuple[tuple[int, int], ...]
+    overrides: tuple[str, ...] = _STAYING
+    starts: int = 1
+    iterations: int | None = None
+
+
+_LOSING = Cases(
+    "video-1000",
+    ("all_spot", "all_spot+gap", "all_spot+subset", "all_spot+gap+subset", "spotlight+gap"),
+    ((2, 8),),
+    ("workload.prompts=12", "rewards.scorers=12", "trace.bursts_per_h=0", "trace.mean_uptime_h=2.5"),
+    starts=4,
+    iterations=8,
+)
+CASES = {
+    "paper-512": Cases("paper-512", _MIXED, ((1, 2), (1, 4), (2, 4), (1, 8), (2, 8))),
+    "paper-1280": Cases("paper-1280", _MIXED, ((1, 4), (2, 8))),
+    "mixed-512": Cases("mixed-512", _MIXED[:-1], ((1, 4), (2, 4))),
+    "pipeline-qwen-image": Cases("pipeline-qwen-image", _STAYS, ((3, 1), (2, 2), (1, 3))),
+    "video-1000, nodes lost": _LOSING,
+    "video-1000, unnoticed": replace(_LOSING, overrides=(*_LOSING.overrides, "trace.notice_lead_s=0")),
 }
-"""Strategies, and numbers of reserved and spot nodes."""
+"""By name. In the last two a node stays 2.5 h in the mean, and an iteration takes about two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,38 +108,38 @@ class Pair:
         return self.closed_s / self.exact_s - 1
 
 
-def pairs_of(scenario: str, iterations: int) -> Iterator[Pair]:
-    """Every case of a scenario."""
-    strategies, clusters = CASES[scenario]
-    for strategy in strategies:
+def pairs_of(name: str, iterations: int) -> Iterator[Pair]:
+    """Every case of a name."""
+    cases = CASES[name]
+    for strategy in cases.strategies:
         alone = strategy == "reserved_only"
-        for reserved, spot in dict.fromkeys((one, 1 if alone else other) for one, other in clusters):
+        for reserved, spot in dict.fromkeys((one, 1 if alone else other) for one, other in cases.clusters):
+            number = cases.iterations or iterations
             file = load_scenario(
-                scenario,
+                cases.scenario,
                 [
                     f"cluster.reserved.nodes={reserved}",
                     f"cluster.spot.nodes={spot}",
-                    f"run.iterations={iterations}",
-                    "run.until_h=100",
-                    "trace={kind: always_on}",
-                    "workload.evaluation=null",
+                    f"run.iterations={number}",
+                    f"run.starts={cases.starts}",
+                    *cases.overrides,
                 ],
             )
-            prepared = prepare(file, (strategy,), datetime.now(UTC))
+            starts = at_starts(prepare(file, (strategy,), datetime.now(UTC)))
             began_s = time.process_time()
-            exact = run_task(SimulationTask(prepared, strategy)).outcome
+            exact = [run_task(SimulationTask(start, strategy)).outcome for start in starts]
             between_s = time.process_time()
-            form = ClosedForm(prepared, strategy_named(strategy), file.run.until_h)
-            closed = form.outcome(prepared, seen=iterations)
+            form = ClosedForm(starts[0], strategy_named(strategy), file.run.until_h, starts)
+            closed = [form.outcome(start, seen=number) for start in starts]
             yield Pair(
-                scenario,
+                name,
                 strategy,
                 reserved,
                 spot,
-                exact.iteration_s,
-                closed.iteration_s,
-                exact.iteration_usd,
-                closed.iteration_usd,
+                statistics.fmean(one.iteration_s for one in exact),
+                statistics.fmean(one.iteration_s for one in closed),
+                statistics.fmean(one.iteration_usd for one in exact),
+                statistics.fmean(one.iteration_usd for one in closed),
                 between_s - began_s,
                 time.process_time() - between_s,
             )

@@ -24,7 +24,7 @@ from spotlight.registry import FAMILIES
 from spotlight.rollout.commits import Committer
 from spotlight.rollout.state import Recipe, RolloutState
 from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId
-from spotlight.worker.outbox import REPORT_BYTES
+from spotlight.worker.stored_rollouts import REPORT_BYTES
 from spotlight_files.pipeline_files import PipelineFiles
 from spotlight_rewards.base.prompts import PromptId
 

@@ -39,9 +39,9 @@ from spotlight.training.device_memory import free_bytes, measure_peak, release
 from spotlight.training.learner import Learner
 from spotlight.training.lora_export import whole_state
 from spotlight.training.recompute import Mode, Recomputation, modes_of
-from spotlight.worker.outbox import ReportOutbox
 from spotlight.worker.reports import Report
 from spotlight.worker.steps import all_finite
+from spotlight.worker.stored_rollouts import ReportOutbox
 from spotlight_kernels.measure.device_rates import wait
 from spotlight_weights.bundle import bind, pack
 from spotlight_weights.node_cache import SHARED_MEMORY, NodeCache

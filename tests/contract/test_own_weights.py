@@ -97,7 +97,7 @@ def test_a_lora_that_does_not_fit_is_refused(
     starts = f"model.lora={folder}"
     with pytest.raises(ModelError, match=r"learner\.lora\.rank is 4; expected 3, that of model\.lora"):
         slots_of(config(random_pipeline, tmp_path, starts, "learner.lora.rank=4"))
-    with pytest.raises(ModelError, match=r"model\.lora=.*misses 4 tensors, first .*to_k.*other LoRA targets"):
+    with pytest.raises(ModelError, match=r"model\.lora=.*lacks 4 tensors, first .*to_k.*other LoRA targets"):
         slots_of(
             config(random_pipeline, tmp_path, starts, "learner.lora.targets=[to_q, to_k, img_mlp.net.2]")
         )

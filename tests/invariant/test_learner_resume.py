@@ -196,7 +196,7 @@ def test_a_state_of_something_else_is_refused_and_nothing_changes(world: World, 
     name = next(iter(index["shapes"]))
     index["shapes"][name][0] += 1
     (tmp_path / INDEX).write_text(json.dumps(index))
-    with pytest.raises(StateError, match=r"has shape .*, expected .*another model"):
+    with pytest.raises(StateError, match=r"with shape .*, expected .*another model"):
         other.load(tmp_path)
     (tmp_path / INDEX).write_text(json.dumps(index | {"format": 9}))
     with pytest.raises(StateError, match="has format 9; this version reads 1"):

@@ -47,7 +47,7 @@ from spotlight.scheduler.events import (
     WeightsPulled,
 )
 from spotlight.scheduler.types import LeaseId, PolicyVersion, Purpose, Rollout, WorkerId
-from spotlight.worker import resume
+from spotlight.worker import stored_rollouts
 from spotlight.worker.interfaces import HeadLostError, Leave, LoadError, Patience
 from spotlight.worker.leases import GroupRole
 from spotlight_rewards.base import lost_device
@@ -376,7 +376,7 @@ def test_embeddings_are_fetched_once_and_few_are_kept(
 
     monkeypatch.setattr(home, "fetch", listen)
     sizes = sorted(condition.nbytes for condition in body.family.encode(PROMPTS))
-    monkeypatch.setattr(resume, "_KEPT_BYTES", sum(sizes[-2:]))  # any two
+    monkeypatch.setattr(stored_rollouts, "_KEPT_BYTES", sum(sizes[-2:]))  # any two
     worker, _ = loop(body, home)
     ready(worker, home)
     for lease, seed in enumerate((0, 1, 3, 4, 2, 5, 1, 0), 1):  # prompts 0 1 0 1 2 2 1 0

@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from fake_learner import name_of
 
+from spotlight.cluster.billing import ClusterAccounts
 from spotlight.cluster.blobs.blob_client import BlobClient
 from spotlight.cluster.blobs.blob_server import Delivered
 from spotlight.cluster.blobs.blob_store import BlobAddress, StoredBlob
-from spotlight.cluster.cluster_accounts import ClusterAccounts
-from spotlight.cluster.drains import Drains
 from spotlight.cluster.head import Head, HeadParts
-from spotlight.cluster.incidents import IncidentRecorder
+from spotlight.cluster.incidents import Drains, IncidentRecorder
 from spotlight.cluster.learner_driver import LearnerDriver, PublishedVersions
 from spotlight.cluster.remote_calls import AbandonedError, Conversations, Inbox
 from spotlight.cluster.sample_scoring import AcceptedSamples

@@ -7,12 +7,13 @@ import math
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
 from spotlight_plan.closed_form import ClosedForm, IterationPace, chosen_variance
 from spotlight_plan.compare import SimulationTask, run_task
-from spotlight_plan.scenarios.prepare import Prepared, prepare
+from spotlight_plan.scenarios.prepare import Prepared, at_starts, prepare
 from spotlight_plan.scenarios.scenario_load import load_scenario
 from spotlight_plan.scenarios.strategies import strategy_named
 
@@ -187,3 +188,36 @@ def test_where_nodes_come_later_a_run_takes_longer() -> None:
         ClosedForm(one, strategy_named("spotlight"), LIMIT_H).outcome(one, seen=50) for one in (gone, calm)
     )
     assert slow.simulated_h > fast.simulated_h
+
+
+LOST = "trace={kind: generated, mean_uptime_h: 0.7, mean_downtime_s: 60, notice_lead_s: 0}"
+LONG = ("workload.trained_timesteps=200", "run.iterations=5", "run.starts=4")
+"""Training takes most of an iteration: 740 s, or 370 of a subset."""
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "all_spot+subset",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("all_spot", "all_spot+gap")),
+    ],
+)
+def test_a_learner_that_loses_its_nodes_trains_again_as_in_the_simulation(strategy: str) -> None:
+    named = strategy_named(strategy)
+    starts = at_starts(prepared(strategy, LOST, *LONG))
+    form = ClosedForm(starts[0], named, LIMIT_H, starts)
+    found = fmean(form.outcome(start, seen=5).simulated_h for start in starts)
+    calm = ClosedForm(stays := prepared(strategy, *LONG), named, LIMIT_H).outcome(stays, seen=5).simulated_h
+    exact = fmean(run_task(SimulationTask(start, strategy)).outcome.simulated_h for start in starts)
+    assert exact > 1.15 * calm
+    assert found == pytest.approx(exact, rel=0.08)
+
+
+def test_the_longer_training_lasts_the_more_a_loss_costs_and_a_notice_helps() -> None:
+    def added(timesteps: int, notice_s: int = 0) -> float:
+        trained, trace = f"workload.trained_timesteps={timesteps}", f"{LOST[:-2]}{notice_s}}}"
+        return pace("all_spot", 6, trace, trained).seconds - pace("all_spot", 6, trained).seconds
+
+    assert 0 < 2 * added(100) < added(200)
+    assert 0 < added(200, 60) < added(200)
+    assert 3600 * LIMIT_H < added(5000) < math.inf

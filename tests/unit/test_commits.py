@@ -22,8 +22,8 @@ from spotlight.rollout.serialization import (
 )
 from spotlight.rollout.state import Recipe, RolloutState
 from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId
-from spotlight.worker import resume
-from spotlight.worker.resume import RolloutStarter
+from spotlight.worker import stored_rollouts
+from spotlight.worker.stored_rollouts import RolloutStarter
 from spotlight_rewards.base.prompts import PromptId
 
 STEPS, WINDOW = 6, range(1, 4)
@@ -147,7 +147,7 @@ class Begins:
 
 
 def test_a_worker_keeps_conditions_up_to_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resume, "_KEPT_BYTES", 2 * EMBEDDINGS.nbytes)
+    monkeypatch.setattr(stored_rollouts, "_KEPT_BYTES", 2 * EMBEDDINGS.nbytes)
     head = Head({name: pack_condition(EMBEDDINGS) for name in "abc"})
     starter = RolloutStarter(head, Begins(), {Purpose.TRAIN: RECIPE})  # type: ignore[arg-type]
     for name in "abacab":

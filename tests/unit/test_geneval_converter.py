@@ -125,7 +125,7 @@ def test_checkpoints_that_do_not_map_one_to_one_are_refused_by_name(tmp_path: Pa
     index = f"{BLOCK}.relative_position_index"
     assert index in refusal({"state_dict": state | {index: state[index].flip(0)}}, tmp_path)
     panoptic = random_checkpoint(replace(SHAPE, classes=133))
-    message = "the tensor 'panoptic_head.cls_embed.weight' is [134, 64], not [81, 64]"
+    message = "the tensor 'panoptic_head.cls_embed.weight' gives [134, 64], not [81, 64]"
     assert message in refusal({"state_dict": panoptic}, tmp_path)
 
 

@@ -21,8 +21,8 @@ from spotlight.cluster.sample_scoring import AcceptedSamples, SampleScoring
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.effects import ScoreSamples
 from spotlight.scheduler.types import LeaseId, RolloutId, WorkerId
-from spotlight.worker.outbox import ReportOutbox
 from spotlight.worker.reports import Report
+from spotlight.worker.stored_rollouts import ReportOutbox
 from spotlight_rewards.base.prompts import Prompt
 from spotlight_rewards.pool.reward_pool import RewardPool
 from spotlight_rewards.reward_config import RewardConfig

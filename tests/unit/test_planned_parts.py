@@ -288,6 +288,31 @@ def test_a_subset_that_the_learner_s_gpus_do_not_divide_is_left_out() -> None:
     assert any("256 samples, which 512 learner GPUs do not divide" in reason for reason in estimates.left_out)
 
 
+def test_ways_that_cannot_pay_are_not_followed_along_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is found is the same as if they were."""
+    wish = (
+        "plan={strategies: [spotlight, all_spot], gpu_types: [H100], reserved_nodes: [1], spot_nodes: [1, 4]}"
+    )
+    file, followed = load_scenario("paper-512", [wish, "run.starts=1"]), list[ClosedForm]()
+    follow = ClosedForm.outcome
+
+    def counted(form: ClosedForm, start: Prepared, seen: int | None = None) -> SimulationOutcome:
+        followed.append(form)
+        return follow(form, start, seen)
+
+    def found() -> list[str]:
+        estimates = planning_search.Estimates(file, NOW)
+        clusters, _ = grid(file, estimates.quotes)
+        return [repr(way) for cluster in clusters for way in estimates.worth_it(cluster)]
+
+    monkeypatch.setattr(ClosedForm, "outcome", counted)
+    quick, some = found(), len(followed)
+    monkeypatch.setattr(planning_search, "_hopeless", lambda form, limit_h: None)
+    monkeypatch.setattr(ClosedForm, "steady_s", lambda form, nodes: math.nan)
+    assert found() == quick
+    assert some < (len(followed) - some) / 2
+
+
 @pytest.mark.slow  # two processes start
 def test_clusters_ranked_in_several_processes_are_those_ranked_in_one(
     monkeypatch: pytest.MonkeyPatch,

@@ -49,6 +49,20 @@ def test_of_many_nodes_the_node_hours_and_dollars_are_kept(monkeypatch: pytest.M
     assert few.working @ hours == pytest.approx(all_of.working @ wanted, rel=1e-3)
 
 
+def test_nodes_lost_together_are_one_loss_to_a_learner_that_is_on_some_of_them() -> None:
+    add, warn, gone = TraceEventKind.ADD, TraceEventKind.NOTICE, TraceEventKind.REMOVE
+    events = [TraceEvent(0.0, add, name, 1) for name in "abcd"]
+    events += [TraceEvent(60.0, warn, "a", 1), TraceEvent(100.0, gone, "a", 1)]  # alone, of four
+    events += [TraceEvent(5000.0, gone, "b", 1), TraceEvent(5100.0, gone, "c", 1)]  # together, of three
+    found = presence_of(Trace(tuple(events), DAY_S, "a test"), 2.0, JOINS_S, DAY_S)
+    assert found.lost.tolist() == [1 / 4, 2 / 3]
+    assert found.notice_s == pytest.approx(40 / 3)
+    assert found.losses_s(1) == pytest.approx((1 / 4 + 2 / 3) / DAY_S)
+    assert found.losses_s(2) == pytest.approx((7 / 16 + 8 / 9) / DAY_S)
+    assert found.numbers == (4, 3, 1)
+    assert presence.steady(4, DAY_S).losses_s(2) == 0
+
+
 def test_the_trace_s_own_price_counts_from_its_time() -> None:
     prices = PricePoint(0.0, 2.0), PricePoint(3600.0, 5.0)
     trace = Trace((TraceEvent(0.0, TraceEventKind.ADD, "a", 1),), DAY_S, "a test", prices)

@@ -15,8 +15,14 @@ import pytest
 from tests.simulation.check import CheckedSimulation
 from tests.simulation.swarm import draw_trial
 
-from spotlight.cluster.billing import Billing, changed_machines, slots_of
-from spotlight.cluster.cluster_accounts import BILL_S_MAX, FLUSH_S, ClusterAccounts
+from spotlight.cluster.billing import (
+    BILL_S_MAX,
+    FLUSH_S,
+    Billing,
+    ClusterAccounts,
+    changed_machines,
+    slots_of,
+)
 from spotlight.runtime.observer import Observer
 from spotlight.runtime.recorder import RunRecorder
 from spotlight.scheduler import effects as ef

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from store_history import SCRATCH, WORKER, history, write
 from test_store_audit import LIMITS, broken, make_run
 
+from spotlight.runtime.attempt import require_resumable
 from spotlight.scheduler.types import Lease, LeaseId, Phase, RolloutId
 from spotlight.store.checkpoints import CheckpointStore
 from spotlight.store.ledger.ledger_audit import audit
 from spotlight.store.ledger.ledger_schema import RECORD_TABLES, Ending
-from spotlight.store.ledger.resume_checks import require_resumable
 from spotlight.store.ledger.sqlite_ledger import GpuSpend, GrantedLease, SqliteLedger
 from spotlight.store.manifest import read_manifest
 from spotlight.store.run_directory import RunPaths

@@ -186,9 +186,9 @@ def test_state_that_does_not_fit_is_refused_and_nothing_written(form: str) -> No
     last = list(before)[-1]
     lacking = {name: tensor for name, tensor in changed.items() if name != last}
     for state, message in (
-        (lacking, "misses 1 tensors, first"),
+        (lacking, "lacks 1 tensors, first"),
         ({**changed, "extra": torch.zeros(1)}, "has unknown 1 tensors, first 'extra'"),
-        ({**changed, last: torch.zeros(9, 9)}, r"has shape \[9, 9\], expected"),
+        ({**changed, last: torch.zeros(9, 9)}, r"with shape \[9, 9\], expected"),
     ):
         with pytest.raises(ModelError, match=message):
             slots.load_state("policy", state)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from spotlight.models.peft_layers import LoraSpec
 from spotlight.models.slots import CopySlots, LoraSlots, WeightSlots
-from spotlight_weights import bundle, staging
+from spotlight_weights import bundle
 from spotlight_weights.bundle import Bindable, WeightsManifest, _header, bind, content_digest, pack, read
 from spotlight_weights.weight_errors import WeightsError
 
@@ -164,7 +164,7 @@ def test_what_is_staged_in_parts_is_whole_and_safetensors_reads_it(monkeypatch: 
     """Parts of a few tensors, and tensors above a part; and rounding while packing."""
     state = contents(learnt())
     for staged, chunk in ((1, 7), (100, 64), (10**6, 10**6)):
-        monkeypatch.setattr(staging, "STAGED_BYTES", staged)
+        monkeypatch.setattr(bundle, "STAGED_BYTES", staged)
         monkeypatch.setattr(bundle, "_CHUNK_BYTES", chunk)
         manifest, data = pack(3, 0, state, 2, dtype=torch.bfloat16)
         found = read(manifest, data).tensors

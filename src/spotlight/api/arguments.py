@@ -24,13 +24,11 @@ ARGUMENTS = "the arguments of train"
 _HELD_OUT_EVERY = 10
 
 
-def overrides_of(keys: Mapping[str, Any], section: str = "") -> Iterator[str]:
+def overrides_of(keys: Mapping[str, Any]) -> Iterator[str]:
     """Keyword arguments as ``key.subkey=value``; a nested mapping sets only the keys that it names."""
-    for name, value in keys.items():
-        key = f"{section}{name}"
-        if isinstance(value, Mapping) and value:
-            yield from overrides_of(value, f"{key}.")
-            continue
+    from spotlight.config.training_stages import settings_in
+
+    for key, value in settings_in(keys):
         try:
             yield f"{key}={json.dumps(value, default=_plain)}"
         except TypeError:

@@ -62,22 +62,13 @@ class Run:
     @property
     def metrics(self) -> DataFrame:
         """A row per iteration, a column per curve."""
-        rows = (
-            {
-                "iteration": row.iteration,
-                "samples_trained": row.samples_trained,
-                "wall_s": row.wall_s,
-                **row.values,
-            }
-            for row in self.record.rows
-        )
-        return _frame(rows, _AT)
+        return _frame(({**_at(row), **row.values} for row in self.record.rows), _AT)
 
     @property
     def evaluations(self) -> DataFrame:
         """A row per validation: the mean of each curve, and its standard error as ``CURVE_stderr``."""
         rows = (
-            {"iteration": row.iteration, "samples_trained": row.samples_trained, "wall_s": row.wall_s}
+            _at(row)
             | {name: mean.mean for name, mean in row.scores.items()}
             | {f"{name}_stderr": mean.stderr for name, mean in row.scores.items()}
             for row in self.record.validations
@@ -125,17 +116,17 @@ class Run:
                 f"{paths.images}: no pictures of iteration {iteration}'s groups; expected one of "
                 f"{found or 'none: metrics.training_pictures_every says when they are kept'}."
             )
-        names = ("prompt", "place", "path", "rollout")
         rows = (
             {
-                **dict(
-                    zip(names, (note.caption, place_of(note.path)[1], note.path, note.rollout), strict=True)
-                ),
+                "prompt": note.caption,
+                "place": place_of(note.path)[1],
+                "path": note.path,
+                "rollout": note.rollout,
                 **note.scores,
             }
             for note in notes
         )
-        return _frame(rows, names)
+        return _frame(rows, ())
 
     @property
     def lora(self) -> Path | None:
@@ -229,6 +220,10 @@ class Run:
             f"{record.config.name}: {record.history.iterations} iterations, {record.history.state}"
         )
         return f"<b>{name}</b><table><tr><th>iteration</th>{head}</tr>{rows}</table>"
+
+
+def _at(row: object) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in _AT}
 
 
 def _frame(rows: Iterable[Mapping[str, Any]], first: Sequence[str]) -> DataFrame:

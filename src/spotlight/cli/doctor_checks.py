@@ -129,11 +129,13 @@ def kernels() -> Iterator[Finding]:
 def cpu() -> Iterator[Finding]:
     import torch
 
+    from spotlight.training.device_memory import free_bytes
+
     usable, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
     found = f"{threads} torch threads, {usable} usable cores"
     remedy = f"More threads than cores is slow: OMP_NUM_THREADS={usable}"
     yield _ok_unless(threads > usable, "CPU", found, remedy)
-    available = _available_bytes()
+    available = free_bytes(torch.device("cpu"))
     remedy = f"The embedded default wants {size(_MEMORY_MIN_BYTES)}: close other programs."
     yield _ok_unless(available < _MEMORY_MIN_BYTES, "memory", f"{size(available)} available", remedy)
 
@@ -235,18 +237,3 @@ def hub() -> Iterator[Finding]:
     except (OSError, HTTPException) as error:
         hint = "Fine for the embedded default; otherwise give the directory of a downloaded pipeline."
         yield Finding(Verdict.WARN, "model hub", f"{constants.ENDPOINT} cannot be reached ({error})", hint)
-
-
-def _available_bytes() -> float:
-    """Memory available without swapping, within the container's limit."""
-    fields = dict(
-        line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-    )
-    available = float(fields["MemAvailable"].split()[0]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    try:
-        return min(
-            available, float(limit.read_text(encoding="utf-8")) - float(used.read_text(encoding="utf-8"))
-        )
-    except (OSError, ValueError):  # no limit: the file says "max"
-        return available

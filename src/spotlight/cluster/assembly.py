@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from spotlight.cluster.billing import ClusterAccounts
 from spotlight.cluster.blobs.blob_client import BlobClient
-from spotlight.cluster.cluster_accounts import ClusterAccounts
 from spotlight.cluster.cluster_nodes import ClusterNodes, Site
-from spotlight.cluster.drains import Drains
 from spotlight.cluster.head import Head, HeadParts
-from spotlight.cluster.incidents import IncidentRecorder
+from spotlight.cluster.incidents import Drains, IncidentRecorder
 from spotlight.cluster.learner.learner_group import LearnerGroup
 from spotlight.cluster.learner.life import Deadlines
 from spotlight.cluster.learner.rank_folder import write_token

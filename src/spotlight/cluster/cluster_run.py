@@ -18,8 +18,8 @@ from typing import Any
 import ray
 
 from spotlight.cluster.assembly import AttemptRoom, Materials, assembled
+from spotlight.cluster.billing import ClusterAccounts
 from spotlight.cluster.blobs.blob_server import start_blob_store
-from spotlight.cluster.cluster_accounts import ClusterAccounts
 from spotlight.cluster.cluster_nodes import LOOPBACK, Site
 from spotlight.cluster.local.emulation import (
     require_learner_room,

@@ -26,11 +26,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from spotlight.cluster.billing import ClusterAccounts
 from spotlight.cluster.blobs.blob_store import BlobAddress
-from spotlight.cluster.cluster_accounts import ClusterAccounts
 from spotlight.cluster.cluster_nodes import ClusterNodes
-from spotlight.cluster.drains import Drains
-from spotlight.cluster.incidents import IncidentRecorder
+from spotlight.cluster.incidents import Drains, IncidentRecorder
 from spotlight.cluster.learner.learner_rank import LearnerRank
 from spotlight.cluster.learner_driver import LearnerDriver
 from spotlight.cluster.remote_calls import Conversations, Inbox

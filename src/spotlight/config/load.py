@@ -20,7 +20,7 @@ from spotlight.config.schema import RUN_NAME, RunConfig
 from spotlight.config.section import STATED
 from spotlight.config.sections.algorithm import KEYS_OF_GROUPS, AlgorithmSection
 from spotlight.config.sections.policies import policy_section
-from spotlight.config.training_stages import take_stage
+from spotlight.config.training_stages import settings_in, take_stage
 from spotlight.registry import ALGORITHMS
 from spotlight_rewards.base.errors import ConfigError, Problem, did_you_mean
 from spotlight_rewards.base.yaml_tree import merge, parse_override, parse_yaml, read_tree, section_of
@@ -137,20 +137,11 @@ def dump_config(config: RunConfig) -> str:
 def changed_keys(config: RunConfig) -> dict[str, tuple[object, object]]:
     """By dotted key, value and default of what differs; other defaults of the algorithm are its own."""
     found = config.model_dump(mode="json")
-    defaults = _flat(_defaults_for({"algorithm": {"name": config.algorithm.name}}))
+    defaults = dict(settings_in(_defaults_for({"algorithm": {"name": config.algorithm.name}})))
     defaults[_ALGORITHM] = RunConfig().algorithm.name
-    flat = _flat(found)
-    return {key: (value, defaults.get(key)) for key, value in flat.items() if value != defaults.get(key)}
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
-    flat: dict[str, object] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
+    return {
+        key: (value, defaults.get(key)) for key, value in settings_in(found) if value != defaults.get(key)
+    }
 
 
 def with_new_keys(text: str) -> str:

@@ -75,7 +75,7 @@ def take_stage(tree: dict[str, Any], overrides: Sequence[str], source: str) -> t
         problem = Problem("stage", found, expected, did_you_mean(chosen[-1] if chosen else "", names, remedy))
         raise ConfigError(source, [problem])
     at = names.index(chosen[-1])
-    settings = list(_overrides_of(stages[names[at]]))
+    settings = [f"{key}={json.dumps(value)}" for key, value in settings_in(stages[names[at]])]
     begins = any(each.startswith(f"{_LORA}=") for each in (*settings, *others))
     before = names[at - 1] if at > 0 and not begins else None
     return ChosenStage(names[at], before, tuple(settings)), [*settings, *others]
@@ -108,9 +108,10 @@ def _stages_in(tree: Mapping[str, Any], source: str) -> Mapping[str, Mapping[str
     return stages
 
 
-def _overrides_of(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    for key, value in settings.items():
+def settings_in(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and their values; a section without keys is a value."""
+    for key, value in tree.items():
         if isinstance(value, Mapping) and value:
-            yield from _overrides_of(value, f"{prefix}{key}.")
+            yield from settings_in(value, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}={json.dumps(value)}"
+            yield f"{prefix}{key}", value

@@ -8,7 +8,6 @@ from spotlight.registry import PACES
 from spotlight.store.run_directory import RunPaths, changes_of, flatten
 from spotlight.store.run_estimate import (
     RunEstimate,
-    RunPace,
     SpentSoFar,
     changes_pace,
     estimated,
@@ -37,7 +36,7 @@ def estimate_run(config: RunConfig, ranks: int) -> RunEstimate | str:
         spent, pace = read_so_far(paths.path)
         if changes_pace(changes_of(_leaves(load_dump(paths.config, installed=False)), _leaves(config))):
             pace = None
-    said = pace or _asked(config, ranks)
+    said = pace or (PACES.load("plan")(config, ranks) if "plan" in PACES else NO_ESTIMATE)
     if isinstance(said, str):
         return said
     evaluations = config.evaluation.count(config.iterations)
@@ -46,7 +45,3 @@ def estimate_run(config: RunConfig, ranks: int) -> RunEstimate | str:
 
 def _leaves(config: RunConfig) -> dict[str, object]:
     return flatten(config.model_dump(mode="json"))
-
-
-def _asked(config: RunConfig, ranks: int) -> RunPace | str:
-    return PACES.load("plan")(config, ranks) if "plan" in PACES else NO_ESTIMATE

@@ -153,8 +153,8 @@ def _locate(config: RunConfig, besides: Sequence[str]) -> PipelineFiles | NotHer
     path = pipeline_directory(model.path)
     if not Path(path).expanduser().exists() and is_hub_id(path):
         _require_family(path, family)
-        cached = _cached(path, model.revision)
-        if cached is None or not _complete(cached, family, besides):
+        folder = downloaded(path, model.revision)
+        if folder is None or not _complete(cached := PipelineFiles(folder), family, besides):
             return NotHere(path, _download_command(path, model.revision))
         return cached
     return family.locate(path, model.revision)
@@ -176,13 +176,14 @@ def _download_command(hub_id: str, revision: str | None) -> str:
     return f"hf download {hub_id}" + (f" --revision {revision}" if revision else "")
 
 
-def _cached(hub_id: str, revision: str | None) -> PipelineFiles | None:
+def downloaded(hub_id: str, revision: str | None = None) -> Path | None:
+    """Where a model of the hub is, if it was downloaded."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        return PipelineFiles(Path(snapshot_download(hub_id, revision=revision, local_files_only=True)))
-    except LocalEntryNotFoundError:
+        return Path(snapshot_download(hub_id, revision=revision, local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError):
         return None
 
 
@@ -263,9 +264,14 @@ def lora_parameters(bound: Mapping[str, tuple[int, int]], rank: int) -> int:
 def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for shard in sorted(folder.glob("*.safetensors")):
-        with safe_open(shard, framework="numpy") as file:
-            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        shapes |= shapes_in(shard)
     return shapes
+
+
+def shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
+    """Of the tensors in a file of safetensors. Raises OSError or SafetensorError."""
+    with safe_open(file, framework="numpy") as opened:
+        return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
 
 
 def _count(shapes: Mapping[str, tuple[int, ...]]) -> int:

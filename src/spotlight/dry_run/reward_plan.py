@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from safetensors import SafetensorError
+
 from spotlight.config.schema import RunConfig
 from spotlight.data.datasets import Prompts
 from spotlight.dry_run.memory_plan import Estimate
+from spotlight.dry_run.model_plan import downloaded, shapes_in
 from spotlight_files.pipeline_files import is_hub_id
 from spotlight_rewards.registry import REWARDS, resolve
 from spotlight_rewards.results import require_names
@@ -24,7 +27,6 @@ from spotlight_rewards.reward_config import RewardConfig
 from spotlight_rewards.reward_registry import facts_of, load
 
 _CHECKPOINTS = (".bin", ".pt", ".pth")
-_HEADER_MAX_BYTES = 100_000_000
 """The format's own limit."""
 _FLOAT32_BYTES, _HALF_BYTES = 4, 2
 _CONTEXT_BYTES = 0.4 * 2**30
@@ -197,7 +199,7 @@ def _weights(reward: RewardConfig, function: Any) -> dict[str, str]:
 def _numbers(source: str) -> int | None:
     """Numbers in the weights of a directory, a file or a downloaded model; None if they are not here."""
     local = Path(source).expanduser()
-    folder = local if local.exists() else _downloaded(source)
+    folder = local if local.exists() else downloaded(source)
     if folder is None:
         return None
     if folder.is_file():
@@ -232,25 +234,7 @@ def _in_files(files: Sequence[Path]) -> int | None:
     try:
         if files and all(each.suffix in _CHECKPOINTS for each in files):
             return sum(each.stat().st_size for each in files) // _FLOAT32_BYTES
-        return sum(map(_in_header, files)) if files else None
-    except (OSError, ValueError, KeyError, TypeError):  # loading will say what is wrong with it
+        shapes = [shape for each in files for shape in shapes_in(each).values()]
+        return sum(map(prod, shapes)) if files else None
+    except (OSError, SafetensorError):  # loading will say what is wrong with it
         return None
-
-
-def _downloaded(source: str) -> Path | None:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(source, local_files_only=True))
-    except (HFValidationError, LocalEntryNotFoundError):
-        return None
-
-
-def _in_header(path: Path) -> int:
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > _HEADER_MAX_BYTES:
-            raise ValueError(f"a header of {length} bytes")
-        header: Mapping[str, Any] = json.loads(file.read(length))
-    return sum(prod(each["shape"]) for name, each in header.items() if name != "__metadata__")

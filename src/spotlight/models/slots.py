@@ -29,8 +29,9 @@ from spotlight.models import peft_layers
 from spotlight.models.experts import denoisers
 from spotlight.models.family import ModelError
 from spotlight.models.peft_layers import AdapterCopies, LoraSpec
+from spotlight.models.shared.checks import difference
 from spotlight.models.shared.quantised import held, packed_state
-from spotlight.models.shared.sharded import gathers, is_sharded
+from spotlight.models.shared.sharded import gathered, gathers, write_whole
 from spotlight_files.update_rounding import UpdateRounding
 
 Slot = Literal["policy", "reference", "old", "ema"]
@@ -106,9 +107,13 @@ class WeightSlots(ABC):
             ModelError: names or shapes differ; nothing has been written then.
         """
         parameters = self.parameters(slot)
-        _check_same(slot, parameters, tensors)
+        if odd := difference({name: list(each.shape) for name, each in tensors.items()}, parameters):
+            raise ModelError(
+                f"state for slot {slot!r} {odd}: it was saved from another model, or with other LoRA targets "
+                "or another rank"
+            )
         for name, parameter in parameters.items():
-            _write(parameter, tensors[name])
+            write_whole(parameter, tensors[name])
 
     @torch.no_grad()
     def blend(self, dst: Slot, src: Slot, decay: float) -> None:
@@ -275,8 +280,8 @@ class LoraSlots(WeightSlots):
         Those that are held in few bits are read from their files.
         """
         self._check_slot(slot)
-        state = _gathered(self._base(), keep)
-        adapter = _gathered(self.parameters(slot), keep) if slot in self._adapters else {}
+        state = gathered(self._base(), keep)
+        adapter = gathered(self.parameters(slot), keep) if slot in self._adapters else {}
         if not adapter:
             return state
         for layer in self._layers:
@@ -343,7 +348,7 @@ class CopySlots(WeightSlots):
     def merged_state(
         self, slot: Slot, *, keep: bool = True, rounding: UpdateRounding | None = None
     ) -> dict[str, Tensor]:
-        state = _gathered(self.parameters(slot), keep)
+        state = gathered(self.parameters(slot), keep)
         if rounding is not None:
             for name in state:
                 state[name] = rounding.round(name, state[name])
@@ -358,47 +363,9 @@ def _ordered(extra: Sequence[Slot]) -> tuple[Slot, ...]:
     return tuple(slot for slot in known if slot == "policy" or slot in extra)
 
 
-def _check_same(slot: Slot, parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    for kind, names in (
-        ("misses", [n for n in parameters if n not in tensors]),
-        ("has unknown", [n for n in tensors if n not in parameters]),
-    ):
-        if names:
-            raise ModelError(
-                f"state for slot {slot!r} {kind} {len(names)} tensors, first {names[0]!r}: "
-                "it was saved from another model, or with other LoRA targets"
-            )
-    for name, parameter in parameters.items():
-        if tensors[name].shape != parameter.shape:
-            raise ModelError(
-                f"state for slot {slot!r}: {name!r} has shape {list(tensors[name].shape)}, expected "
-                f"{list(parameter.shape)}: it was saved from another model, or with another LoRA rank"
-            )
-
-
 def _reshard(module: nn.Module) -> None:
     if not dist.is_initialized():  # nothing is sharded; walking all modules of a DiT is slow
         return
     for part in module.modules():
         if gathers(part):
             part.reshard()
-
-
-def _write(parameter: Tensor, value: Tensor) -> None:
-    if is_sharded(parameter) and not is_sharded(value):
-        from torch.distributed.tensor import distribute_tensor
-
-        value = value.to(device=parameter.device, dtype=parameter.dtype)
-        # src_data_rank=None: every rank has the full value and takes its own shard; no communication.
-        value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    parameter.copy_(value)
-
-
-def _gathered(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
-    kept: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        detached = tensor.detach()
-        whole = detached.full_tensor() if is_sharded(detached) else detached
-        if keep:
-            kept[name] = whole.to("cpu", copy=True)
-    return kept

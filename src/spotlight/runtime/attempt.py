@@ -5,7 +5,8 @@
 
 However the block ends, the ledger records how the attempt ended and where its seconds went.
 
-The versions that a checkpoint was written with, and what others may do to the rest of a run.
+Also the versions that a checkpoint was written with, what others may do to the rest of a run, and whether it
+and the ledger belong together.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from spotlight.scheduler.types import WorkerId
 from spotlight.store.checkpoints import Checkpoint, CheckpointStore
 from spotlight.store.images import drop_pictures
 from spotlight.store.ledger.ledger_schema import Ending
-from spotlight.store.ledger.resume_checks import require_resumable
 from spotlight.store.ledger.sqlite_ledger import SqliteLedger
 from spotlight.store.manifest import CheckpointHeader
 from spotlight.store.metrics import MetricsWriter
-from spotlight.store.run_directory import RunDirectory
+from spotlight.store.run_directory import RunDirectory, RunPaths
 from spotlight.store.run_estimate import write_estimate
 from spotlight.store.run_summary import RunSummary
 from spotlight.store.sinks import open_sinks
+from spotlight.store.store_errors import DamagedCheckpointError, LedgerError
 from spotlight.store.training_pictures import TrainingPictures
 from spotlight.training.sharding import Ranks
 from spotlight_rewards.base.file_errors import StoreError
@@ -335,4 +336,37 @@ def version_note(then: CheckpointHeader, now: Mapping[str, str]) -> str | None:
     return (
         f"other versions than those that wrote the checkpoint: {'; '.join(changed)}. The run goes on, but "
         "need not equal one that was not interrupted; for that, install the former versions"
+    )
+
+
+# -- whether a ledger and a run's checkpoints belong together, so that the run may go on from them ---------
+
+
+def require_resumable(ledger: SqliteLedger, newest: Checkpoint | None, paths: RunPaths) -> None:
+    """Read the whole ledger, and compare it with the checkpoint to resume from.
+
+    Raises:
+        LedgerError: it is damaged, or not the one that the checkpoint was written with.
+        DamagedCheckpointError: checkpoints were committed, and there is none.
+    """
+    ledger.require_sound()
+    if newest is None:
+        if (committed := ledger.furthest_checkpoint()) is not None:
+            raise DamagedCheckpointError(
+                f"{paths.checkpoints}: no checkpoint is here, but by the ledger one was committed at record "
+                f"{committed} of {ledger.position()}. Restore the folder from a copy, or delete the run "
+                "directory to start again."
+            )
+        return
+    position, expected = newest.header.ledger_position, newest.header.ledger_sha256
+    if position > ledger.position():
+        found = f"ends at record {ledger.position()}"
+    elif expected and (digest := ledger.digest_at(position)) != expected:
+        found = f"has the digest {digest} there, expected {expected}"
+    else:
+        return
+    raise LedgerError(
+        f"{paths.ledger}: not the ledger of {newest.directory.name}, which was written at record {position}: "
+        f"it {found}. It is of another run, of another copy, or damaged: restore the ledger and the "
+        "checkpoints from one copy of the run, or start a run of another name."
     )

@@ -75,7 +75,8 @@ class CheckpointStore:
         Raises:
             StoreError: the disk is full or not writable; older checkpoints are intact.
         """
-        name = f"{self._next_serial():06d}-iteration-{header.iteration:06d}"
+        serial = max(map(_serial, self._names()), default=0) + 1
+        name = f"{serial:06d}-iteration-{header.iteration:06d}"
         temporary = self._directory / (TEMPORARY_PREFIX + name)
         try:
             self._remove_uncommitted()
@@ -211,9 +212,6 @@ class CheckpointStore:
         there = self._directory.iterdir() if self._directory.is_dir() else ()
         found = (path.name for path in there if _NAME.fullmatch(path.name))
         return sorted(found, key=_serial, reverse=True)
-
-    def _next_serial(self) -> int:
-        return max((_serial(name) for name in self._names()), default=0) + 1
 
     def _remove_uncommitted(self) -> None:
         """Remove partial files and checkpoints newer than ``latest``, left by a crash.

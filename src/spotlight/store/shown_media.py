@@ -21,7 +21,7 @@ from spotlight_rewards.base.media_files import open_picture
 
 log = logging.getLogger("spotlight")
 _AS_IT_IS_BYTES = 48_000
-_PICTURE_PX, _VIDEO_PX, _FRAMES_MAX = 512, 256, 24
+PICTURE_PX, VIDEO_PX, FRAMES_MAX = 512, 256, 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,18 +89,19 @@ def _reduced_file(note: TileNote) -> tuple[bytes, Literal["png", "jpeg", "gif"],
             return note.path.read_bytes(), "png", image.size
         buffer = io.BytesIO()
         if frames == 1:
-            first = _reduced(image, _PICTURE_PX)
+            first = reduced(image, PICTURE_PX)
             first.save(buffer, "JPEG", quality=85)
             return buffer.getvalue(), "jpeg", first.size
-        every = math.ceil(frames / _FRAMES_MAX)
+        every = math.ceil(frames / FRAMES_MAX)
         read = enumerate(ImageSequence.Iterator(image))
-        first, *others = [_reduced(each, _VIDEO_PX) for at, each in read if at % every == 0]
+        first, *others = [reduced(each, VIDEO_PX) for at, each in read if at % every == 0]
         duration_ms = image.info.get("duration", 100) * every
         first.save(buffer, "GIF", save_all=True, append_images=others, duration=duration_ms, loop=0)
     return buffer.getvalue(), "gif", first.size
 
 
-def _reduced(image: Image.Image, side_px: int) -> Image.Image:
+def reduced(image: Image.Image, side_px: int) -> Image.Image:
+    """A copy with at most ``side_px`` a side."""
     copy = image.convert("RGB")
     copy.thumbnail((side_px, side_px))
     return copy

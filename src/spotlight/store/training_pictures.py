@@ -21,11 +21,10 @@ from spotlight.store.images import Tile, keep_tiles
 from spotlight.store.metrics import MetricsWriter
 from spotlight.store.picture_names import TRAINING
 from spotlight.store.run_directory import RunPaths
-from spotlight.store.shown_media import ShownMedia, shown_media
+from spotlight.store.shown_media import FRAMES_MAX, PICTURE_PX, VIDEO_PX, ShownMedia, reduced, shown_media
 from spotlight_rewards.base.file_errors import StoreError, storage_errors
 
 GROUPS = 4
-PICTURE_PX, VIDEO_PX, FRAMES_MAX = 512, 256, 24
 
 
 def best_and_worst(
@@ -59,11 +58,7 @@ def training_tile(
 
 
 def _reduced(picture: NDArray[np.uint8], side_px: int) -> NDArray[np.uint8]:
-    if max(picture.shape[:2]) <= side_px:
-        return picture
-    image = Image.fromarray(picture)
-    image.thumbnail((side_px, side_px))
-    return np.asarray(image)
+    return np.asarray(reduced(Image.fromarray(picture), side_px))
 
 
 class TrainingPictures:

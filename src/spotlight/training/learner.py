@@ -33,7 +33,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from spotlight.algorithms.base import Algorithm
@@ -43,6 +42,7 @@ from spotlight.models.experts import rows_uncounted
 from spotlight.models.family import ModelFamily
 from spotlight.models.media import MediaSize
 from spotlight.models.shared.flop_count import ForwardLog
+from spotlight.models.shared.sharded import is_sharded, whole
 from spotlight.models.slots import WeightSlots
 from spotlight.training import learner_state as state
 from spotlight.training.batching.batch import (
@@ -480,7 +480,7 @@ class Learner:
 
     def _bytes_to_come(self) -> int:
         """Bytes of this rank's gradients and AdamW moments that are not allocated yet."""
-        here = [p.to_local() if isinstance(p, DTensor) else p for p in self._trainable()]
+        here = [p.to_local() if is_sharded(p) else p for p in self._trainable()]
         size = sum(parameter.nbytes for parameter in here)
         gradients = any(parameter.grad is not None for parameter in self._trainable())
         return size * (int(not gradients) + (0 if self.optimizer.state else 2))
@@ -490,10 +490,7 @@ class Learner:
         if not gradients:
             raise TrainingError("step() without a gradient: accumulate() at least one micro-batch first")
         norm = get_total_norm(gradients)
-        return (
-            norm.full_tensor() if isinstance(norm, DTensor) else norm,
-            sum(gradient.numel() for gradient in gradients),
-        )
+        return whole(norm), sum(gradient.numel() for gradient in gradients)
 
     def _problem(self, samples: int, grad_norm: float) -> str | None:
         if samples != self._update.announced:

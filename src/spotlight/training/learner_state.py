@@ -13,7 +13,7 @@ import hashlib
 import json
 import pickle
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,9 +28,10 @@ from torch.autograd.graph import increment_version
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from spotlight.models.shared.checks import difference
+from spotlight.models.shared.sharded import is_sharded, whole, write_whole
 from spotlight.models.slots import Slot, WeightSlots
 from spotlight.training.sharded_files import TensorReader
 from spotlight.training.sharding import Ranks
@@ -72,7 +73,7 @@ def save(directory: Path, slots: WeightSlots, optimizer: Optimizer, counters: Co
     tensors = _tensors(slots, optimizer)
     with _writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
-        if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
+        if any(map(is_sharded, tensors.values())):
             dcp_save(tensors, checkpoint_id=directory / SHARDED)
         elif ranks.is_main:
             # safetensors refuses non-contiguous views; contiguous() copies only those.
@@ -128,7 +129,7 @@ def load(directory: Path, slots: WeightSlots, optimizer: Optimizer) -> Counters:
         if name in parameters
         for moment in _MOMENTS
     }
-    _check_shapes(directory / INDEX, index.shapes, {name: list(t.shape) for name, t in targets.items()})
+    _check_shapes(directory / INDEX, index.shapes, targets)
     _read(directory, targets)
     optimizer.state.clear()
     for name, step in steps.items():
@@ -145,7 +146,7 @@ def load_weights(directory: Path, slots: WeightSlots) -> None:
     index = _read_index(directory / INDEX)
     targets = _weights(slots)
     saved = {name: shape for name, shape in index.shapes.items() if not name.startswith(_OPTIMIZER)}
-    _check_shapes(directory / INDEX, saved, {name: list(t.shape) for name, t in targets.items()})
+    _check_shapes(directory / INDEX, saved, targets)
     _read(directory, targets)
 
 
@@ -157,9 +158,9 @@ def digest(slots: WeightSlots, optimizer: Optimizer, counters: Counters) -> str:
     counted = [counters.steps, counters.batches, counters.samples, _optimizer_steps(slots, optimizer)]
     total = hashlib.sha256(json.dumps(counted, sort_keys=True).encode())
     for name, tensor in sorted(_tensors(slots, optimizer).items()):
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        total.update(f"{name} {whole.dtype} {list(whole.shape)}".encode())
-        total.update(whole.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        full = whole(tensor)
+        total.update(f"{name} {full.dtype} {list(full.shape)}".encode())
+        total.update(full.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return total.hexdigest()
 
 
@@ -216,17 +217,12 @@ def _read_index(path: Path) -> _StateIndex:
         raise StateError(_damaged(path, error)) from error
 
 
-def _check_shapes(path: Path, found: Mapping[str, list[int]], expected: Mapping[str, list[int]]) -> None:
-    hint = "it is of another model, LoRA shape, algorithm or EMA: resume with the run's own configuration"
-    for kind, names in (
-        ("lacks", expected.keys() - found.keys()),
-        ("has unknown", found.keys() - expected.keys()),
-    ):
-        if names:
-            raise StateError(f"{path} {kind} {len(names)} tensors, first {min(names)!r}: {hint}")
-    for name, shape in expected.items():
-        if found[name] != shape:
-            raise StateError(f"{path}: {name!r} has shape {found[name]}, expected {shape}: {hint}")
+def _check_shapes(path: Path, found: Mapping[str, Sequence[int]], expected: Mapping[str, Tensor]) -> None:
+    if odd := difference(found, expected):
+        raise StateError(
+            f"{path} {odd}: it is of another model, LoRA shape, algorithm or EMA: resume with the run's own "
+            "configuration"
+        )
 
 
 def _read(directory: Path, targets: dict[str, Tensor]) -> None:
@@ -242,15 +238,9 @@ def _read_whole(path: Path, targets: Mapping[str, Tensor]) -> None:
             return {name: file.get_tensor(name) for name in targets}
 
     tensors = _reading(path, read)
-    _check_shapes(
-        path, {n: list(t.shape) for n, t in tensors.items()}, {n: list(t.shape) for n, t in targets.items()}
-    )
+    _check_shapes(path, {name: tensor.shape for name, tensor in tensors.items()}, targets)
     for name, target in targets.items():
-        value = tensors[name].to(target.device)
-        if isinstance(target, DTensor):
-            # src_data_rank None: each rank has read the file and keeps its own shard, without communication.
-            value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
-        target.copy_(value)
+        write_whole(target, tensors[name])
 
 
 def _read_sharded(path: Path, targets: dict[str, Tensor]) -> None:

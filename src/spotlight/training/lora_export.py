@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from spotlight.models.experts import denoisers
 from spotlight.models.family import ModelFamily
+from spotlight.models.shared.sharded import gathered
 from spotlight.models.shared.transformer_files import TransformerFiles
 from spotlight.models.slots import LoraSlots, Slot, WeightSlots
 from spotlight.training.sharding import Ranks
@@ -44,12 +44,7 @@ def whole_state(
     Raises:
         ModelError: the slot has no parameters of its own (``reference`` of an adapter).
     """
-    kept: dict[str, Tensor] = {}
-    for name, tensor in slots.state(slot).items():
-        whole = _gathered(tensor)
-        if keep:
-            kept[name] = whole if stay else whole.to("cpu", copy=True)
-    return kept
+    return gathered(slots.state(slot), keep, stay=stay)
 
 
 def export_lora(
@@ -139,7 +134,3 @@ def measured_rounding(family: ModelFamily, dtype: torch.dtype, untrained: Transf
         return torch.float32 if keeps_float32(kind, name) else dtype
 
     return UpdateRounding(dtype, stored, untrained.reader())
-
-
-def _gathered(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -38,6 +38,7 @@ from torch.utils.checkpoint import checkpoint
 from spotlight.models.experts import denoisers
 from spotlight.models.kernels.fused import is_fused
 from spotlight.models.peft_layers import largest_rank
+from spotlight.training.sharding import blocks_of
 from spotlight_files.model_errors import ModelError
 
 Mode = Literal["none", "elementwise", "blocks"]
@@ -83,7 +84,7 @@ class Recomputation:
 
     def __init__(self, module: nn.Module) -> None:
         parts = list(denoisers(module).values())
-        self._blocks = [[block for list_ in _lists(part) for block in list_] for part in parts]
+        self._blocks = [blocks_of(part) for part in parts]
         self._modes: dict[nn.Module, Mode] = {}
         self._narrow = largest_rank(module)
         for part in parts:
@@ -112,10 +113,6 @@ class Recomputation:
         if mode == "blocks":
             return again()
         return again(context_fn=partial(_keep_products, self._narrow))
-
-
-def _lists(part: nn.Module) -> list[nn.ModuleList]:
-    return [child for child in part.children() if isinstance(child, nn.ModuleList)]
 
 
 # -- products that are kept --------------------------------------------------------------------------------

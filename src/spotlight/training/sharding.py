@@ -291,7 +291,7 @@ def shard_module(
         # Reshard the root too: between calls, slots read and write the shards of its parameters.
         fully_shard(part, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
 
-    for part in (*_blocks(module), module):
+    for part in (*blocks_of(module), module):
         castable = [] if compute_dtype is None else _castable(part, type(module))
         if castable == [part]:
             split(part, compute_dtype)
@@ -339,7 +339,8 @@ def _mesh(device: str, per_node: tuple[int, ...]) -> DeviceMesh:
     return init_device_mesh(device, (len(per_node), per_node[0]), mesh_dim_names=("node", "rank"))
 
 
-def _blocks(module: nn.Module) -> list[nn.Module]:
+def blocks_of(module: nn.Module) -> list[nn.Module]:
+    """Its direct children's, in order."""
     return [block for child in module.children() if isinstance(child, nn.ModuleList) for block in child]
 
 

@@ -64,9 +64,8 @@ from spotlight.worker.interfaces import (
     WorkerDependencies,
 )
 from spotlight.worker.leases import GroupRole, safe_steps
-from spotlight.worker.outbox import ReportOutbox
-from spotlight.worker.resume import RolloutStarter
 from spotlight.worker.steps import OpenModel, SpeedMeter, all_finite, by_slot, kind_of
+from spotlight.worker.stored_rollouts import ReportOutbox, RolloutStarter
 from spotlight_rewards.base.lost_device import end_if_lost
 
 log = logging.getLogger("spotlight.rollout")

@@ -6,11 +6,11 @@ Unknown names are errors everywhere. A new type is one line in :data:`_VRAM_GIB`
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from spotlight_rewards.base.errors import UserError
+from spotlight_rewards.base.errors import Problem, UserError
 
 _GIB = 1 << 30
 
@@ -169,6 +169,13 @@ def unknown_gpu(name: str) -> str:
     close = difflib.get_close_matches(name.lower(), _FOLDED, n=1, cutoff=0.6)
     hint = f"Did you mean {_FOLDED[close[0]]!r}?" if close else "Common ones: A100-80GB, H100, H200, L4."
     return f"unknown GPU type {name!r}; expected one of the {len(GPU_TYPES)} known types. {hint}"
+
+
+def unknown_gpus(named: Iterable[tuple[str, str]]) -> Iterator[Problem]:
+    """Of types that are not known, by the key that names them."""
+    for key, name in named:
+        if name not in GPU_TYPES:
+            yield Problem(key, repr(name), "a known GPU type", unknown_gpu(name))
 
 
 def is_other_accelerator(name: str) -> bool:

@@ -206,6 +206,30 @@ class Normed:
         return gated_add(x, through(mlp, out, again), gate_mlp, rounded=True)
 
 
+def two_streams(block: Any, image: Normed, text: Normed, **given: Any) -> tuple[Tensor, Tensor]:
+    """What a block makes of an image and its text, which attend to each other: text, image.
+
+    Args:
+        given: to the attention.
+    """
+    branches = block.attn(
+        hidden_states=image.out,
+        encoder_hidden_states=text.out,
+        again=(image.again, text.again),
+        **given,
+    )
+    finished = image.finished(branches[0], block.norm2.eps, block.ff)
+    return text.finished(branches[1], block.norm2_context.eps, block.ff_context), finished
+
+
+def two_streams_trouble(block: Any, *norms: Any) -> str | None:
+    """Why :func:`two_streams` cannot compute a block; ``norms``: its first ones."""
+    return first(
+        layer_norm_trouble(*norms, block.norm2, block.norm2_context),
+        norm_trouble(block.attn, "norm_q", "norm_k", "norm_added_q", "norm_added_k"),
+    )
+
+
 def layer_norm_trouble(*norms: Any) -> str | None:
     """Why a LayerNorm is none that the operators compute."""
     if any(type(norm) is not nn.LayerNorm or norm.weight is not None for norm in norms):

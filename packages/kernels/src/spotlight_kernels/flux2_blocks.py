@@ -70,15 +70,7 @@ def double(
         return type(self).forward(self, *given)  # type: ignore[no-any-return]
     image = Normed.of(hidden_states, of_image, self.norm1.eps)
     text = Normed.of(encoder_hidden_states, of_text, self.norm1_context.eps)
-    branches = self.attn(
-        hidden_states=image.out,
-        encoder_hidden_states=text.out,
-        image_rotary_emb=image_rotary_emb,
-        again=(image.again, text.again),
-        **options,
-    )
-    finished = image.finished(branches[0], self.norm2.eps, self.ff)
-    return text.finished(branches[1], self.norm2_context.eps, self.ff_context), finished
+    return blocks.two_streams(self, image, text, image_rotary_emb=image_rotary_emb, **options)
 
 
 def single(
@@ -112,12 +104,8 @@ def single(
 
 
 def _double_trouble(block: Any) -> str | None:
-    norms = (block.norm1, block.norm1_context, block.norm2, block.norm2_context)
-    return blocks.first(
-        blocks.layer_norm_trouble(*norms),
-        blocks.norm_trouble(block.attn, "norm_q", "norm_k", "norm_added_q", "norm_added_k"),
-        blocks.fused_projections(block.attn),
-    )
+    norms = block.norm1, block.norm1_context
+    return blocks.first(blocks.two_streams_trouble(block, *norms), blocks.fused_projections(block.attn))
 
 
 def _single_trouble(block: Any) -> str | None:

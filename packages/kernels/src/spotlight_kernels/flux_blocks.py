@@ -56,15 +56,8 @@ def double(
     """As ``FluxTransformerBlock.forward``: text, image."""
     image = Normed.adaptive(hidden_states, self.norm1, temb, 6)
     text = Normed.adaptive(encoder_hidden_states, self.norm1_context, temb, 6)
-    branches = self.attn(
-        hidden_states=image.out,
-        encoder_hidden_states=text.out,
-        image_rotary_emb=image_rotary_emb,
-        again=(image.again, text.again),
-        **(joint_attention_kwargs or {}),
-    )
-    finished = image.finished(branches[0], self.norm2.eps, self.ff)
-    return text.finished(branches[1], self.norm2_context.eps, self.ff_context), finished
+    options = joint_attention_kwargs or {}
+    return blocks.two_streams(self, image, text, image_rotary_emb=image_rotary_emb, **options)
 
 
 def single(
@@ -92,12 +85,8 @@ def single(
 
 
 def _double_trouble(block: Any) -> str | None:
-    norms = (block.norm1.norm, block.norm1_context.norm, block.norm2, block.norm2_context)
-    return blocks.first(
-        blocks.layer_norm_trouble(*norms),
-        blocks.norm_trouble(block.attn, "norm_q", "norm_k", "norm_added_q", "norm_added_k"),
-        blocks.fused_projections(block.attn),
-    )
+    norms = block.norm1.norm, block.norm1_context.norm
+    return blocks.first(blocks.two_streams_trouble(block, *norms), blocks.fused_projections(block.attn))
 
 
 def _single_trouble(block: Any) -> str | None:

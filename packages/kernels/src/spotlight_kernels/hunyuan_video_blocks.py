@@ -63,15 +63,8 @@ def double(
     """As ``HunyuanVideoTransformerBlock.forward``: video, text."""
     video = Normed.adaptive(hidden_states, self.norm1, temb, 6)
     text = Normed.adaptive(encoder_hidden_states, self.norm1_context, temb, 6)
-    branches = self.attn(
-        hidden_states=video.out,
-        encoder_hidden_states=text.out,
-        attention_mask=attention_mask,
-        image_rotary_emb=freqs_cis,
-        again=(video.again, text.again),
-    )
-    finished = video.finished(branches[0], self.norm2.eps, self.ff)
-    return finished, text.finished(branches[1], self.norm2_context.eps, self.ff_context)
+    given = {"attention_mask": attention_mask, "image_rotary_emb": freqs_cis}
+    return blocks.two_streams(self, video, text, **given)[::-1]
 
 
 def single(
@@ -101,9 +94,7 @@ def single(
 
 
 def _double_trouble(block: Any) -> str | None:
-    norms = (block.norm1.norm, block.norm1_context.norm, block.norm2, block.norm2_context)
-    names = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
-    return blocks.first(blocks.layer_norm_trouble(*norms), blocks.norm_trouble(block.attn, *names))
+    return blocks.two_streams_trouble(block, block.norm1.norm, block.norm1_context.norm)
 
 
 def _single_trouble(block: Any) -> str | None:

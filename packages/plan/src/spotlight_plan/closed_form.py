@@ -5,14 +5,15 @@ An iteration rolls out in ``fixed_s + work_s / workers``
 trains; with parts of the pipeline the longer of both hides most of the other. The rate of iterations follows
 the number of spot nodes along the first :data:`HORIZON_H` hours of the trace, and their mean beyond.
 
-Left out: what a loss costs beyond its node (repeated steps, a learner that restarts), and noise. How near it
-comes to the exact simulation: ``python -m benchmarks.plan_ranking``.
+A learner on spot nodes that loses one trains its iteration again, so that the longer it trains the likelier
+it never ends: see :meth:`ClosedForm._again_s`. Left out: what the loss of another node costs beyond the node
+(repeated steps), and noise. How near it comes to the exact simulation: ``python -m benchmarks.plan_ranking``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from statistics import NormalDist
@@ -26,6 +27,7 @@ from spotlight_plan.compare import SimulationOutcome
 from spotlight_plan.learning_speed import Explored, honest_target, learned_target
 from spotlight_plan.scenarios.prepare import Prepared, on_demand_node, terms_of
 from spotlight_plan.scenarios.presence import Figures, Presence, steady
+from spotlight_plan.scenarios.scenario_file import Target
 from spotlight_plan.scenarios.side_costs import egress_of, standing_usd_h
 from spotlight_plan.scenarios.strategies import PipelinePart, SpotPlaces, Strategy
 from spotlight_plan.simulation.virtual_rewards import RewardModel
@@ -41,6 +43,10 @@ not those on other scenarios.
 """
 _TAIL_OVERLAPPED = 0.75
 """The same with any number of leases, where training begins before the last."""
+_HOPELESS = 50.0
+"""So many losses while it trains, in the mean, stand for more."""
+_LEFT_OUT = 0.35
+"""Of what a subset leaves out, so much was left out before a loss, in the mean: groups are complete late."""
 _OVERLAPS = frozenset({PipelinePart.GAP, PipelinePart.SLICES})
 _TRAINERS_HELP = frozenset({PipelinePart.TAG, PipelinePart.STEAL})
 _NORMAL = NormalDist()
@@ -116,12 +122,23 @@ class ClosedForm:
     Args:
         prepared: its trace may end after :data:`HORIZON_H`.
         limit_h: hours after which a run is given up.
+        starts: of which the first counts for what does not depend on one; () stands for ``prepared`` alone.
+        notice_s: ahead of losses; None: as in the trace.
 
     Raises:
         ConfigError: as :func:`~spotlight_plan.scenarios.prepare.scenario_of`.
     """
 
-    def __init__(self, prepared: Prepared, strategy: Strategy, limit_h: float) -> None:
+    def __init__(
+        self,
+        prepared: Prepared,
+        strategy: Strategy,
+        limit_h: float,
+        starts: Sequence[Prepared] = (),
+        notice_s: float | None = None,
+    ) -> None:
+        self.starts, self._noticed_s = starts or (prepared,), notice_s
+        self._presences: dict[int, tuple[Prepared, Presence]] = {}  # by the start's identity
         self._prepared, self._strategy, self._file = prepared, strategy, prepared.file.run_as(strategy)
         self._limit_h = limit_h
         terms = terms_of(prepared, strategy)
@@ -134,8 +151,6 @@ class ClosedForm:
 
     def outcome(self, start: Prepared, seen: int | None = None) -> SimulationOutcome:
         """A run along the trace of one start: to its target, or of so many iterations."""
-        stated = self._file.stated_target(self._strategy)
-        early = 0.0 if self._strategy.name in self._file.iterations_to_target else self._early
         wanted = self._file.target_of(self._strategy)
         course = self._course(start)
         run = course.after(seen or (wanted.iterations if wanted else self._file.run.iterations))
@@ -143,29 +158,24 @@ class ClosedForm:
         later = max(run.done - 1, 1e-9)
         previews = run.previews / later if explores else math.nan
         explored = Explored(run.gained / run.coverage, run.coverage / later) if run.coverage else None
-        if stated is None and explores:
-            target, why = learned_target(
-                self._file.random_target, previews, explored, self._file.contrast_exponent
-            )
-        else:
-            target, why = honest_target(stated, self._file.random_target, previews, early)
+        target, why = self._target_of(previews, explored)
         iterations = seen or (target.iterations if target else self._file.run.iterations)
         run, first, limit_h = course.after(iterations), course.after(1), self._limit_h
-        late = run.at_s > limit_h * 3600
+        is_late = run.at_s > limit_h * 3600
         hours, usd = run.at_s / 3600, run.usd
         first_h, later_n = first.at_s / 3600, max(1, iterations - 1)
         return SimulationOutcome(
             strategy=self._strategy.name,
-            problem=f"not done after {limit_h:g} h, when run.until_h was over" if late else None,
-            iterations=0 if late else iterations,
-            iteration_s=math.nan if late else 3600 * (hours - first_h) / later_n,
+            problem=late(limit_h) if is_late else None,
+            iterations=0 if is_late else iterations,
+            iteration_s=math.nan if is_late else 3600 * (hours - first_h) / later_n,
             iteration_error_s=0.0,
-            iteration_usd=math.nan if late else (usd - first.usd) / later_n,
+            iteration_usd=math.nan if is_late else (usd - first.usd) / later_n,
             target=target,
-            target_h=hours if target and not late else math.nan,
-            target_usd=usd if target and not late else math.nan,
+            target_h=hours if target and not is_late else math.nan,
+            target_usd=usd if target and not is_late else math.nan,
             simulated_h=min(hours, limit_h),
-            simulated_usd=math.nan if late else usd,
+            simulated_usd=math.nan if is_late else usd,
             gpu_s={},
             spot_idle_share=math.nan,
             preview_share=previews,
@@ -177,12 +187,32 @@ class ClosedForm:
             notices=0,
             trained=0,
             events=0,
-            first_h=math.nan if late else first_h,
-            first_usd=math.nan if late else first.usd,
+            first_h=math.nan if is_late else first_h,
+            first_usd=math.nan if is_late else first.usd,
             no_target=why,
             contrast=explored.contrast if explored else math.nan,
             coverage=explored.coverage if explored else math.nan,
         )
+
+    def steady_s(self, nodes: int) -> float:
+        """Seconds to the target if so many nodes stayed; where none is known, of ``run.iterations``."""
+        pace = self.pace(nodes)
+        target, _ = self._target_of(pace.previews, pace.explored)
+        iterations = target.iterations if target else self._file.run.iterations
+        return pace.first_s + (iterations - 1) * pace.seconds
+
+    @property
+    def numbers(self) -> tuple[int, int, int]:
+        """The most nodes that work along the first start's trace, one in the middle, and the fewest."""
+        return self._presence(self.starts[0]).numbers
+
+    def _target_of(self, previews: float, explored: Explored | None) -> tuple[Target | None, str]:
+        """Iterations to the target, or why it cannot be promised."""
+        stated, random = self._file.stated_target(self._strategy), self._file.random_target
+        if stated is None and self._plan.exploration is not None:
+            return learned_target(random, previews, explored, self._file.contrast_exponent)
+        early = 0.0 if self._strategy.name in self._file.iterations_to_target else self._early
+        return honest_target(stated, random, previews, early)
 
     def _course(self, start: Prepared) -> _Course:
         there = self._presence(start)
@@ -249,6 +279,13 @@ class ClosedForm:
 
     def _presence(self, start: Prepared) -> Presence:
         """A learner that takes a node on demand has its own place again after a while."""
+        of, known = self._presences.get(id(start), (None, None))
+        if known is None or of is not start:
+            known = self._presence_of(start)
+            self._presences[id(start)] = start, known
+        return known
+
+    def _presence_of(self, start: Prepared) -> Presence:
         until_s = min(HORIZON_H, self._limit_h) * 3600
         if self._strategy.places is not SpotPlaces.SPOT:
             return steady(self._file.cluster.spot.nodes if self._strategy.places.stays else 0, until_s)
@@ -288,6 +325,7 @@ class ClosedForm:
             seconds = max(rolls_s, self._samples * costs.scoring_s(1) + scored_s) + scored_s + train_s
             idle_s -= begun_s
         previews, explored, wait_s = self._explored(gpu, workers, apart, idle_s)
+        seconds += self._again_s(seconds, sample_s * lease, rolled.work_s / workers)
         seconds += wait_s + self._publish_s + self._saves_s
         judged_s, every = self._evaluated_samples_s(gpu) / workers, self._plan.evaluation.every
         return IterationPace(
@@ -297,6 +335,44 @@ class ClosedForm:
             explored,
             self._crossing_usd(nodes, workers),
         )
+
+    def _again_s(self, seconds: float, lease_s: float, rolls_s: float) -> float:
+        """What an iteration takes longer because its learner loses nodes.
+
+        It trains anew in another place. To come through ``exposed_s`` without a loss takes
+        (e ** (rate * exposed_s) - 1) / rate, and the first factor is how often it fails. A loss that is
+        announced so late in training that it ends before does no harm, and a second learner is formed
+        meanwhile. Samples are kept, but for those that a subset left out, and workers repeat steps since
+        their last commit.
+
+        Args:
+            lease_s: of a worker.
+            rolls_s: all workers' for the iteration's samples.
+        """
+        if not (self._strategy.learner_moves and (rate := self._losses_s)):
+            return 0.0
+        costs, plan, notice_s = self._costs, self._plan, self._notice_s
+        ready_s = max(notice_s - plan.cluster.drain_margin_s, costs.restore_s())
+        exposed_s = max(0.0, self._training_s - min(notice_s, ready_s))
+        failed = math.expm1(min(rate * exposed_s, _HOPELESS))
+        left_s = (1 - plan.trained_share) * rolls_s
+        repeated_s = self._file.run.commit_every / 2 / plan.rollout_steps * lease_s
+        if self._strategy.parts & _OVERLAPS:  # made again while the learner trains again
+            left_s, repeated_s = 0.0, repeated_s + _LEFT_OUT * left_s
+        trained_s = failed / rate - exposed_s + failed * (ready_s + left_s)
+        share = min(rate * repeated_s, 1 - 1 / _HOPELESS)
+        return trained_s + max(0.0, seconds - self._training_s) * share / (1 - share)
+
+    @cached_property
+    def _losses_s(self) -> float:
+        """How often a second a learner on spot nodes loses one, over all starts."""
+        each = [self._presence(start).losses_s(self._learner_nodes) for start in self.starts]
+        return sum(each) / len(each)
+
+    @property
+    def _notice_s(self) -> float:
+        known_s = self._noticed_s
+        return self._presence(self.starts[0]).notice_s if known_s is None else known_s
 
     def _rolls_s(self, rolled: AmdahlTime, workers: float, apart: float) -> float:
         """Rolling out alone; trainers take part, but with ``tag`` only where that ends sooner."""
@@ -456,6 +532,11 @@ class ClosedForm:
         sent = share * self._samples * crossing.sample_bytes + previews * crossing.picture_bytes
         pulled = nodes * crossing.weight_bytes[plan.cluster.publishes]
         return (pulled * crossing.to_spot_usd_gb + sent * crossing.from_spot_usd_gb) / 1e9
+
+
+def late(limit_h: float) -> str:
+    """What is said of a run that does not end in time."""
+    return f"not done after {limit_h:g} h, when run.until_h was over"
 
 
 @cache

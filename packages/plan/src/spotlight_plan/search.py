@@ -18,6 +18,7 @@ out, with the reason. The search is deterministic.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -38,7 +39,7 @@ from spotlight_plan.candidates import (
     shape_of,
     ways,
 )
-from spotlight_plan.closed_form import HORIZON_H, ClosedForm
+from spotlight_plan.closed_form import HORIZON_H, ClosedForm, late
 from spotlight_plan.compare import PREVIEWS_WANTED, SimulationOutcome, run_tasks
 from spotlight_plan.prices.quotes import PriceError, Quote
 from spotlight_plan.scenarios.prepare import Prepared, at_starts
@@ -61,6 +62,11 @@ ROOM = 4.0
 """A simulation that takes more than so many times what the closed form says is given up."""
 GAIN_MIN = 0.01
 """A pipeline part must shorten a run by this share."""
+MARGIN = 0.05
+"""With fewer nodes, whose leases divide more evenly, an iteration may be shorter by this share."""
+TOO_FEW_PREVIEWS = (
+    f"less than {PREVIEWS_WANTED:.0%} of the previews could be used: too little idle time for them"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,28 +277,40 @@ class Estimates:
 
     def of(self, candidate: Candidate) -> StrategyRuns | str:
         """One candidate to its target from every start, or why it has none."""
-        return next(self._each(candidate, [candidate]))[1]
+        _, form = next(self._forms(candidate, [candidate]))
+        return form if isinstance(form, str) else _runs_of(form)
 
     def worth_it(self, cluster: Candidate) -> Iterator[tuple[Candidate, StrategyRuns]]:
-        """The ways to run a strategy on a cluster, without those that a simpler one equals."""
-        kept: list[tuple[Candidate, StrategyRuns]] = []
+        """The ways to run a strategy on a cluster, without those that a simpler one equals.
+
+        A way that is no quicker than a simpler one with the most, the fewest and some number of nodes between
+        is not followed along the trace, nor one that would not even do with the most.
+        """
+        kept: list[tuple[Candidate, StrategyRuns, list[float]]] = []
         tried = [
             replace(cluster, strategy=name, next_share=share, previews=arm)
             for name, share, arm in ways(self.file, cluster.strategy)
         ]
-        for one, runs in self._each(cluster, tried):
-            if isinstance(runs, str):
-                self.left_out.setdefault(runs, {})[shape_of(one)] = None
+        for one, form in self._forms(cluster, tried):
+            reason = form if isinstance(form, str) else _hopeless(form, self.file.run.until_h)
+            if isinstance(form, str) or reason:
+                self.left_out.setdefault(f"{reason}", {})[shape_of(one)] = None
                 continue
             parts = strategy_named(one.strategy).parts
             simpler = [
-                other.target_h.p50
-                for candidate, other in kept
+                (other.target_h.p50, seconds)
+                for candidate, other, seconds in kept
                 if strategy_named(candidate.strategy).parts < parts and candidate.previews == one.previews
             ]
-            if not simpler or runs.target_h.p50 < (1 - GAIN_MIN) * min(map(known_or_inf, simpler)):
-                kept.append((one, runs))
-        yield from kept
+            steady_s = [form.steady_s(nodes) for nodes in form.numbers]
+            if any(all(map(operator.ge, steady_s, each_s)) for _, each_s in simpler):
+                continue
+            runs = _runs_of(form)
+            if isinstance(runs, str):
+                self.left_out.setdefault(runs, {})[shape_of(one)] = None
+            elif not simpler or runs.target_h.p50 < (1 - GAIN_MIN) * min(known_or_inf(h) for h, _ in simpler):
+                kept.append((one, runs, steady_s))
+        yield from ((one, runs) for one, runs, _ in kept)
 
     def reasons(self) -> tuple[str, ...]:
         """Reasons for leaving candidates out, each with its first example."""
@@ -301,26 +319,27 @@ class Estimates:
             for reason, shapes in self.left_out.items()
         )
 
-    def _each(
+    def _forms(
         self, cluster: Candidate, candidates: Sequence[Candidate]
-    ) -> Iterator[tuple[Candidate, StrategyRuns | str]]:
-        """Candidates of one cluster; those that cannot be simulated, or say nothing, with the reason."""
+    ) -> Iterator[tuple[Candidate, ClosedForm | str]]:
+        """Candidates of one cluster; those that cannot be simulated with the reason."""
         try:
             starts = at_starts(self.prepared(cluster))
         except (ConfigError, PriceError) as error:
             yield cluster, str(error).splitlines()[-1].strip(" -")
             return
+        trace = self.file.trace
+        notice_s = trace.notice_lead_s if isinstance(trace, GeneratedTrace) else None
         for candidate in candidates:
             try:
                 way = replace(starts[0], file=self._run_so(starts[0].file, candidate))
                 require_shares(way.file, candidate)
-                form = ClosedForm(way, strategy_named(candidate.strategy), self.file.run.until_h)
+                strategy = strategy_named(candidate.strategy)
+                form = ClosedForm(way, strategy, self.file.run.until_h, starts, notice_s)
             except ConfigError as error:
                 yield candidate, str(error).splitlines()[-1].strip(" -")
                 continue
-            first = form.outcome(starts[0])
-            reason = useless(first)
-            yield candidate, reason or StrategyRuns((first, *map(form.outcome, starts[1:])))
+            yield candidate, form
 
     def _run_so(self, file: ScenarioFile, candidate: Candidate) -> ScenarioFile:
         """A cluster's scenario with the pipeline and the previews of a candidate.
@@ -417,6 +436,20 @@ def corrected(
     )
 
 
+def _runs_of(form: ClosedForm) -> StrategyRuns | str:
+    """From every start, or why that says nothing about the target."""
+    first = form.outcome(form.starts[0])
+    return useless(first) or StrategyRuns((first, *map(form.outcome, form.starts[1:])))
+
+
+def _hopeless(form: ClosedForm, limit_h: float) -> str | None:
+    """Why a way says nothing about the target, even if the most nodes of its trace stayed; None: it may."""
+    most = form.numbers[0]
+    if form.steady_s(most) > (1 + MARGIN) * limit_h * 3600:
+        return late(limit_h)
+    return TOO_FEW_PREVIEWS if form.pace(most).previews < PREVIEWS_WANTED else None
+
+
 def useless(outcome: SimulationOutcome) -> str | None:
     """Why an outcome says nothing about the target, or None.
 
@@ -425,7 +458,7 @@ def useless(outcome: SimulationOutcome) -> str | None:
     if outcome.problem is not None:
         return outcome.problem
     if outcome.preview_share < PREVIEWS_WANTED:
-        return f"less than {PREVIEWS_WANTED:.0%} of the previews could be used: too little idle time for them"
+        return TOO_FEW_PREVIEWS
     if outcome.no_target:
         return outcome.no_target
     if math.isnan(outcome.target_h):

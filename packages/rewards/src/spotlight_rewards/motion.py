@@ -29,6 +29,7 @@ from spotlight_rewards.shapes import (
     TrainOn,
     detect,
     graded_score,
+    require_one_each,
 )
 
 DIRECTIONS: Mapping[str, tuple[int, int]] = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
@@ -105,11 +106,7 @@ def motion(
         RewardInputError: unknown ``train_on``, or an invalid record (names prompt and field).
         ValueError: lengths differ, or a video has the wrong type or size.
     """
-    if not len(images) == len(prompts) == len(metadata):
-        raise ValueError(
-            f"got {len(images)} videos, {len(prompts)} prompts and {len(metadata)} metadata records; "
-            "give one of each per sample"
-        )
+    require_one_each(images, prompts, metadata, "videos")
     check(prompts, metadata, train_on=train_on)
     curves: dict[str, list[float]] = {"strict": [], "graded": [], "appearance": [], "movement": []}
     for video, prompt, record in zip(images, prompts, metadata, strict=True):

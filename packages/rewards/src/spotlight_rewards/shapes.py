@@ -114,11 +114,7 @@ def shapes(
         RewardInputError: unknown ``train_on``, or an invalid record (names prompt and field).
         ValueError: lengths differ, or an image has the wrong type or size.
     """
-    if not len(images) == len(prompts) == len(metadata):
-        raise ValueError(
-            f"got {len(images)} images, {len(prompts)} prompts and {len(metadata)} metadata records; "
-            "give one of each per sample"
-        )
+    require_one_each(images, prompts, metadata)
     check(prompts, metadata, train_on=train_on)
     strict, graded = [], []
     for image, prompt, record in zip(images, prompts, metadata, strict=True):
@@ -126,6 +122,20 @@ def shapes(
         strict.append(strict_score(components, requirements))
         graded.append(graded_score(components, requirements))
     return {"score": list(graded if train_on == "graded" else strict), "strict": strict, "graded": graded}
+
+
+def require_one_each(
+    images: Sequence[object],
+    prompts: Sequence[str],
+    metadata: Sequence[Mapping[str, Any]],
+    kind: str = "images",
+) -> None:
+    """Raise ValueError unless there are as many of each."""
+    if not len(images) == len(prompts) == len(metadata):
+        raise ValueError(
+            f"got {len(images)} {kind}, {len(prompts)} prompts and {len(metadata)} metadata records; "
+            "give one of each per sample"
+        )
 
 
 def check(

@@ -226,7 +226,8 @@ class LearnerRank:
             raise ValueError(f"rank {place.rank} of {place.world} got no address to meet at")
         meeting = None
         if address is not None:
-            meeting = Meeting(self._store(address), place.rank, place.world, place.per_node)
+            store = self._served or rendezvous.connect(address, self._meeting_s)
+            meeting = Meeting(store, place.rank, place.world, place.per_node)
             own = hosts[place.rank] if hosts else LOOPBACK
             self._stack.enter_context(rendezvous.listening_only_on(own))
         self._ranks = self._stack.enter_context(process_group(self._device, self._collective_s, meeting))
@@ -426,9 +427,6 @@ class LearnerRank:
         if self._learning is None:
             raise RuntimeError("this rank has no learner yet: build() comes first")
         return self._learning
-
-    def _store(self, address: Address) -> Store:
-        return self._served or rendezvous.connect(address, self._meeting_s)
 
     @property
     def _meeting_s(self) -> float:

@@ -239,7 +239,8 @@ class Life:
                 self.end(_late(late, len(self.ranks), method, deadline_s))
                 return False
             if not done and suspicion is not None:
-                self.end(_raised(*suspicion))
+                failed, failure = suspicion
+                self.end(End(f"learner rank {failed} failed: {described(failure)}", (failed,), raised=True))
             if self.over.done():
                 raise AbandonedError(method)
             for call in sorted(done, key=calls.__getitem__):
@@ -270,10 +271,6 @@ def _late(ranks: Sequence[int], world: int, method: str, deadline_s: float) -> E
     return End(
         f"learner ranks {which} of {world} did not answer {method} within {deadline_s:g} s{hint}", ranks
     )
-
-
-def _raised(rank: int, error: BaseException) -> End:
-    return End(f"learner rank {rank} failed: {described(error)}", (rank,), raised=True)
 
 
 def described(error: BaseException) -> str:

@@ -64,7 +64,8 @@ class SpareWorkers:
         places = {} if self._closed else self.ranks_at()
         self._started &= places.keys()
         for ray_id in self._kept.keys() - places.keys():
-            self._end(self._kept.pop(ray_id))
+            for process in self._kept.pop(ray_id):
+                self.kill(process)
 
     async def take(self, nodes: Collection[str]) -> Spares:
         """The kept processes of nodes on which the learner starts; they are the caller's to end."""
@@ -75,7 +76,3 @@ class SpareWorkers:
         """End what is kept; nothing is kept any more, and nobody need wait."""
         self._closed = True
         self.prune()
-
-    def _end(self, processes: Sequence[SpareProcess]) -> None:
-        for process in processes:
-            self.kill(process)

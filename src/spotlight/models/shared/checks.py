@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -33,6 +33,20 @@ def _found(config: Mapping[str, object], key: str) -> object:
     if not isinstance(value, (list, tuple)):
         return value
     return sum(value) if key.startswith("sum of ") else list(value)
+
+
+def difference(found: Mapping[str, Sequence[int]], expected: Mapping[str, Tensor]) -> str | None:
+    """How tensors of these shapes are not the expected ones; goes on after what holds them."""
+    for kind, names in (
+        ("lacks", expected.keys() - found.keys()),
+        ("has unknown", found.keys() - expected.keys()),
+    ):
+        if names:
+            return f"{kind} {len(names)} tensors, first {min(names)!r}"
+    for name, tensor in expected.items():
+        if list(found[name]) != list(tensor.shape):
+            return f"has {name!r} with shape {list(found[name])}, expected {list(tensor.shape)}"
+    return None
 
 
 def after_template(rows: Tensor, prompt: str, files: PipelineFiles, usual: str) -> Tensor:

@@ -73,7 +73,9 @@ class PromptEncoder:
                 tensors = self._cache.get(key)
                 if tensors is None:
                     if self._pipeline is None:
-                        self._pipeline = self._load()
+                        self._pipeline = self._make(
+                            **{name: self._load_part(name, part) for name, part in self._components.items()}
+                        )
                     embedded = self._embed(self._pipeline, prompt)
                     tensors = {name: tensor.to("cpu", copy=True) for name, tensor in embedded.items()}
                     self._cache.put(key, tensors)
@@ -87,9 +89,6 @@ class PromptEncoder:
             gc.collect()
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
-
-    def _load(self) -> Any:
-        return self._make(**{name: self._load_part(name, part) for name, part in self._components.items()})
 
     def _load_part(self, name: str, part: PipelineComponent) -> Any:
         import transformers

@@ -29,8 +29,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard
 
 import torch
-
-# Import before any collective: functional collectives import it on first use, while other ranks wait.
 import torch._dynamo  # noqa: F401
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -44,9 +42,8 @@ from diffusers.models._modeling_parallel import (
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from spotlight.models.condition import Passes, in_turn
+from spotlight.models.condition import Pass, Passes, in_turn
 from spotlight.models.experts import denoisers
-from spotlight.rollout.sequence_parallel.guidance_passes import ParallelPasses
 from spotlight.rollout.sequence_parallel.plans import PLANS
 
 _TEXT = "encoder_hidden_states"
@@ -473,3 +470,26 @@ def _tensor(kwargs: Mapping[str, object], name: str) -> Tensor:
             f"{name} is {type(value).__name__}; a forward that is split takes a tensor by that name"
         )
     return value
+
+
+# -- the two passes of classifier-free guidance, made by the halves of a group at the same time ------------
+
+
+class ParallelPasses:
+    """The lower half of the ranks makes the conditional pass, the upper half the negative one.
+
+    All ranks then exchange velocities and get equal bits of both. Each half may split its pass by Ulysses.
+
+    Args:
+        group: of an even number of ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self._half = group, group.size() // 2
+
+    def __call__(self, conditional: Pass, negative: Pass) -> tuple[Tensor, Tensor]:
+        """Both velocities, of which this rank computes one."""
+        own = (conditional if self._group.rank() < self._half else negative)().contiguous()
+        made = [torch.empty_like(own) for _ in range(self._group.size())]
+        dist.all_gather(made, own, group=self._group)
+        return made[0], made[self._half]

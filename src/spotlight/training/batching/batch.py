@@ -183,8 +183,5 @@ class TrainedGroups:
             member=torch.tensor([place[sample.key][1] for sample in mine], device=device),
             advantages=advantages.to(device),
             present=present.to(device),
-            over_ranks=self._over_ranks,
+            over_ranks=self.ranks.all_reduce,
         )
-
-    def _over_ranks(self, values: Tensor) -> Tensor:
-        return self.ranks.all_reduce(values)

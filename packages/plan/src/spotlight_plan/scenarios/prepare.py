@@ -67,6 +67,11 @@ from spotlight_plan.traces.generator import TraceSpec, generate
 from spotlight_plan.traces.public_traces import public_trace
 from spotlight_rewards.base.errors import ConfigError, Problem
 
+_LEARNER_S = FleetConfig().learner_s
+# Of equal settings the same: a plan asks for those of thousands of ways.
+_evaluation = lru_cache(maxsize=128)(EvaluationConfig)
+_on_demand = lru_cache(maxsize=128)(OnDemandConfig)
+_explores = lru_cache(maxsize=128)(ExplorationConfig)
 SpotNodes: TypeAlias = tuple[tuple[float, NodeEvent], ...]
 _PROMPTS_FACTOR = 4
 """Simulated prompts per prompt of an iteration; does not affect the result."""
@@ -306,8 +311,8 @@ def _fleet_plan(
     return FleetSettings(
         ranks_roll_out=strategy.trainers_roll_out(file.cluster.reserved.rolls_out),
         even_ranks=file.learner.shard == "node",
-        on_demand=OnDemandConfig(after_s=wish.after_s, back_after_s=wish.back_after_s) if takes else None,
-        move_s=cluster.start_s + FleetConfig().learner_s,
+        on_demand=_on_demand(after_s=wish.after_s, back_after_s=wish.back_after_s) if takes else None,
+        move_s=cluster.start_s + _LEARNER_S,
         target=_target(file, strategy, costs),
         spot_gpus=file.cluster.spot.gpus_per_node,
         spot_usd_h=0.0 if tag is None else tag.usd_gpu_h * file.cluster.spot.gpus_per_node,
@@ -366,7 +371,7 @@ def _plan(
         rollout_steps=work.steps,
         evaluation=NO_EVALUATION
         if test is None
-        else EvaluationConfig(every=test.every, images_per_prompt=test.images_per_prompt, steps=test.steps),
+        else _evaluation(every=test.every, images_per_prompt=test.images_per_prompt, steps=test.steps),
         updates_per_batch=work.updates_per_batch,
         micro_batch_size=ranks * work.micro_batch_per_gpu,
         checkpoint_every=1 if strategy.is_all_spot else work.checkpoint_every,
@@ -512,7 +517,7 @@ def _exploration(
     if section.planner is not None:
         planner = {name: getattr(section.planner, name) for name in BanditConfig.model_fields}
         shared["planner"] = PlannerConfig(**planner, costs=_preview_costs(file, costs, gpu, ranks))
-    return ExplorationConfig(where=strategy.explore, **shared)
+    return _explores(where=strategy.explore, **shared)
 
 
 def _preview_costs(file: ScenarioFile, costs: ProfileCosts, gpu: str, ranks: int) -> PreviewCostsConfig:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
@@ -13,9 +14,11 @@ from spotlight_fleet.traces.trace import Trace, TraceEventKind
 Figures: TypeAlias = NDArray[np.float64]
 STRETCHES = 2048
 """Told apart in the nodes of a trace: in a day, changes within 42 s are one if there are more."""
+JOINT_S = 180.0
+"""Nodes lost within so long are lost together: most joint losses are (``trace.burst_spread_s``)."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Presence:
     """Stretches in which nothing changes; each begins where the one before ends, the first at 0.
 
@@ -23,11 +26,25 @@ class Presence:
         until_s: their ends, ascending.
         working: nodes in spot nodes' places that roll out.
         usd_h: dollars an hour of the nodes that are paid.
+        lost: of the nodes that were there, the share that was lost, each time that some were.
+        notice_s: that losses were announced ahead, in the mean.
     """
 
     until_s: Figures
     working: Figures
     usd_h: Figures
+    lost: Figures = field(default_factory=lambda: np.zeros(0))
+    notice_s: float = 0.0
+
+    @cached_property
+    def numbers(self) -> tuple[int, int, int]:
+        """The most nodes that work, a number in the middle, and the fewest."""
+        working = np.sort(self.working)
+        return int(working[-1]), int(working[len(working) // 2]), int(working[0])
+
+    def losses_s(self, nodes: int) -> float:
+        """How often a second one of so many nodes is lost, others at the same time being one loss."""
+        return float(np.sum(1 - (1 - self.lost) ** nodes) / self.until_s[-1])
 
     @property
     def since_s(self) -> Figures:
@@ -47,13 +64,15 @@ class Presence:
             means: Figures = np.diff(at_ends) / np.diff(ends_s)
             return means
 
-        return Presence(ends_s[1:], np.rint(mean(self.working)), mean(self.usd_h))
+        working, usd_h = np.rint(mean(self.working)), mean(self.usd_h)
+        return replace(self, until_s=ends_s[1:], working=working, usd_h=usd_h)
 
     @property
     def lasting(self) -> Presence:
         """Without stretches of no length."""
         kept = self.until_s > self.since_s
-        return Presence(self.until_s[kept], self.working[kept], self.usd_h[kept])
+        until_s, working, usd_h = (each[kept] for each in (self.until_s, self.working, self.usd_h))
+        return replace(self, until_s=until_s, working=working, usd_h=usd_h)
 
     def with_learner(self, nodes: int, joins_s: float, usd_h: float) -> Presence:
         """Where fewer work than the learner is on, others take its place so long after their number fell.
@@ -69,10 +88,11 @@ class Presence:
         def both(before: Figures, after: Figures) -> Figures:
             return np.stack([before, after], axis=1).ravel()
 
-        return Presence(
-            both(helped_s, self.until_s),
-            both(self.working, nodes + self.working),
-            both(self.usd_h, self.usd_h + usd_h),
+        return replace(
+            self,
+            until_s=both(helped_s, self.until_s),
+            working=both(self.working, nodes + self.working),
+            usd_h=both(self.usd_h, self.usd_h + usd_h),
         ).lasting
 
 
@@ -91,7 +111,19 @@ def presence_of(trace: Trace, usd_h: float | None, joins_s: float, until_s: floa
     """
     changes = [(0.0, 0, 0)]  # when, paid, working
     ready_s: dict[str, float] = {}
+    joint: list[tuple[float, int, int]] = []  # losses: since when, nodes before, and of them lost
+    warned_s: dict[str, float] = {}
+    notices_s = 0.0
     for event in trace.events:
+        if event.kind is TraceEventKind.NOTICE:
+            warned_s[event.node] = event.time_s
+        elif event.kind is TraceEventKind.REMOVE and event.time_s < until_s:
+            notices_s += event.time_s - warned_s.pop(event.node, event.time_s)
+            since_s, before, gone = joint[-1] if joint else (-JOINT_S, 0, 0)
+            if event.time_s < since_s + JOINT_S:
+                joint[-1] = since_s, before, min(before, gone + 1)
+            else:
+                joint.append((event.time_s, len(ready_s), 1))
         if event.kind is TraceEventKind.ADD:
             ready_s[event.node] = event.time_s + (joins_s if event.time_s else 0.0)
             changes.append((event.time_s, 1, 0))
@@ -102,7 +134,8 @@ def presence_of(trace: Trace, usd_h: float | None, joins_s: float, until_s: floa
     changes += [(since_s, 0, 1) for since_s in ready_s.values()]
     points = trace.prices if usd_h is None else ()
     changes += [(point.time_s, 0, 0) for point in points]
-    table = np.array([one for one in changes if one[0] < until_s])
+    table = np.array(changes)
+    table = table[table[:, 0] < until_s]
     times_s, paid, working = table[np.argsort(table[:, 0], kind="stable")].T
     paid, working = np.cumsum(paid), np.cumsum(working)
     if usd_h is None:
@@ -110,4 +143,7 @@ def presence_of(trace: Trace, usd_h: float | None, joins_s: float, until_s: floa
         price = np.array([point.usd_h for point in points])[np.maximum(at, 0)]
     else:
         price = np.full_like(times_s, usd_h)
-    return Presence(np.append(times_s[1:], until_s), working, paid * price).lasting.coarse
+    lost = np.array([gone / before for _, before, gone in joint])
+    notice_s = notices_s / max(1, sum(gone for *_, gone in joint))
+    ends_s = np.append(times_s[1:], until_s)
+    return Presence(ends_s, working, paid * price, lost, notice_s).lasting.coarse

@@ -24,7 +24,7 @@ from typing import Annotated
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 
-from spotlight_fleet.gpus import GPU_TYPES, unknown_gpu
+from spotlight_fleet.gpus import GPU_TYPES, unknown_gpus
 from spotlight_rewards.base.errors import ConfigError, Problem
 from spotlight_rewards.base.yaml_tree import parse_yaml
 
@@ -284,11 +284,9 @@ def require_memory(
     learner = learner_bytes(profile, ranks, timesteps_per_pass)
     needs = [("memory.rollout_bytes", gpu, memory.rollout_bytes.value) for gpu in dict.fromkeys(rollout_gpus)]
     needs.append((f"memory.learner_bytes_* on {ranks} ranks", learner_gpu, learner))
-    problems = []
+    problems = list(unknown_gpus((key, gpu) for key, gpu, _ in needs))
     for key, gpu, need in needs:
-        if gpu not in GPU_TYPES:
-            problems.append(Problem(key, gpu, "a known GPU type", unknown_gpu(gpu)))
-        elif need > GPU_TYPES[gpu].vram_bytes:
+        if gpu in GPU_TYPES and need > GPU_TYPES[gpu].vram_bytes:
             has = GPU_TYPES[gpu].vram_bytes / 2**30
             more = ", or more learner ranks on a node (or learner.shard=all)." if "learner" in key else "."
             remedy = f"Take larger GPUs{more}"
@@ -375,8 +373,7 @@ def _contradictions(profile: Profile) -> Iterator[Problem]:
         yield Problem("pass_share.value", f"{share:g}", "below 1", "It is a share of the time of a pass.")
     for name, gpu in profile.gpus.items():
         key = f"gpus.{name}"
-        if name not in GPU_TYPES:
-            yield Problem(key, repr(name), "a known GPU type", unknown_gpu(name))
+        yield from unknown_gpus([(key, name)])
         seen: set[tuple[int, int, int]] = set()
         for index, point in enumerate(gpu.denoise):
             place = (point.height * point.width, point.sp, point.batch)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
@@ -294,6 +295,10 @@ class ExplorationSection(SeedChoiceConfig):
     to this power, ``[least, likely, most]``. The default is fitted on a tiny DiT (docs/benchmarks.md)."""
 
 
+_pipeline = lru_cache(maxsize=128)(PipelineConfig)
+"""Of equal settings the same: a plan asks for those of thousands of ways."""
+
+
 class PipelineSection(_ScenarioSection):
     """Settings of the pipeline parts, for strategies that have them."""
 
@@ -311,7 +316,7 @@ class PipelineSection(_ScenarioSection):
             switch_s: a GPU's switch between training and rollouts.
         """
         slices, whole = PipelinePart.SLICES in strategy.parts, PipelinePart.GAP in strategy.parts
-        return PipelineConfig(
+        return _pipeline(
             axis="prompt" if whole else "generation" if slices else "none",
             slice_size=self.slice_size,
             baseline=self.baseline if slices else "group",
@@ -389,14 +394,15 @@ class HeldTarget(_ScenarioSection):
         Args:
             node_s: until a new node works, before one has been measured.
         """
-        found = TargetConfig(
+        if self.deadline_h is None and self.budget_usd is None:
+            return None
+        return TargetConfig(
             deadline_h=self.deadline_h,
             budget_usd=self.budget_usd,
             nodes_min=min(self.nodes_min, nodes_max),
             nodes_max=nodes_max,
             node_s=node_s,
         )
-        return found if found.is_set else None
 
 
 class SearchSection(_ScenarioSection):

@@ -17,7 +17,7 @@ from spotlight.config.removed import REMOVED, Removed, without_removed
 from spotlight.config.requires import Requirement, Requires, at_least, at_most, problems_of
 from spotlight.config.sections.exploration import seeds_require
 from spotlight.config.sections.pipeline import slices_require
-from spotlight_fleet.gpus import GPU_TYPES, unknown_gpu
+from spotlight_fleet.gpus import unknown_gpus
 from spotlight_plan.scenarios.scenario_file import ScenarioFile
 from spotlight_plan.scenarios.strategies import (
     STRATEGIES,
@@ -280,15 +280,16 @@ def _cluster(scenario: ScenarioFile) -> Iterator[Problem]:
         yield Problem(
             "cluster.reserved.nodes", "0", expected, f"{remedy}, or take all_spot with learner.gpus."
         )
-    for key, pool in (("reserved", reserved), ("spot", spot)):
-        if pool.gpu_type not in GPU_TYPES:
-            where = f"cluster.{key}.gpu_type"
-            yield Problem(where, repr(pool.gpu_type), "a known GPU type", unknown_gpu(pool.gpu_type))
-    wish = scenario.plan
-    for key, names in (("plan.gpu_types", wish.gpu_types), ("plan.spot_gpu_types", wish.spot_gpu_types)):
-        for name in names:
-            if name not in GPU_TYPES:
-                yield Problem(key, repr(name), "known GPU types", unknown_gpu(name))
+    yield from unknown_gpus(
+        (key, name)
+        for key, names in (
+            ("cluster.reserved.gpu_type", (reserved.gpu_type,)),
+            ("cluster.spot.gpu_type", (spot.gpu_type,)),
+            ("plan.gpu_types", scenario.plan.gpu_types),
+            ("plan.spot_gpu_types", scenario.plan.spot_gpu_types),
+        )
+        for name in names
+    )
     ranks = max(reserved.nodes * reserved.gpus_per_node, scenario.ranks)
     if scenario.samples < ranks:
         found = f"{scenario.samples} samples of an iteration"

@@ -21,7 +21,7 @@ import torch
 
 from spotlight_rewards.geneval.mask2former import UNREAD
 from spotlight_rewards.geneval.vocabulary import OBJECTS
-from spotlight_rewards.models.pretrained_model import first_line
+from spotlight_rewards.models.pretrained_model import converted_state, first_line
 from spotlight_rewards.reward import RewardSetupError
 
 _EXPECTED = (
@@ -151,20 +151,7 @@ def converted_model(state: Mapping[str, torch.Tensor]) -> Any:
 
     model = Mask2FormerForUniversalSegmentation(_config(state)).eval()
     own = {name: tensor for name, tensor in model.state_dict().items() if not re.search(UNREAD, name)}
-    converted: dict[str, torch.Tensor] = {}
-    for name, tensor in state.items():
-        targets = dict(_targets(name, tensor))
-        if not targets.keys() <= own.keys() or (not targets and not _is_computed(name, tensor)):
-            raise RewardSetupError(f"the tensor {name!r} has no counterpart; {_EXPECTED}")
-        for target, part in targets.items():
-            if own[target].shape != part.shape:
-                found, expected = list(part.shape), list(own[target].shape)
-                raise RewardSetupError(f"the tensor {name!r} is {found}, not {expected}; {_EXPECTED}")
-        converted |= targets
-    if missing := sorted(own.keys() - converted.keys()):
-        raise RewardSetupError(
-            f"{len(missing)} weights are missing, first that of {missing[0]!r}; {_EXPECTED}"
-        )
+    converted = converted_state(state, own, _targets, _EXPECTED, _is_computed)
     model.load_state_dict(converted, strict=False)  # complete but for what is not read
     return model
 

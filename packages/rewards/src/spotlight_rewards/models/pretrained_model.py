@@ -9,7 +9,7 @@ import hashlib
 import os
 import pickle
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +170,41 @@ def read_tensors(path: Path, *, key: str, remedy: str) -> dict[str, torch.Tensor
         raise RewardSetupError(
             f"{key} is {path}, which holds no readable weights: {reason}. {remedy}"
         ) from error
+
+
+def converted_state(
+    state: Mapping[str, torch.Tensor],
+    own: Mapping[str, torch.Tensor],
+    targets: Callable[[str, torch.Tensor], Iterable[tuple[str, torch.Tensor]]],
+    expected: str,
+    computed: Callable[[str, torch.Tensor], bool] = lambda name, tensor: False,
+) -> dict[str, torch.Tensor]:
+    """A checkpoint's tensors under a model's own names, all of them.
+
+    Args:
+        targets: own names and tensors that one of the checkpoint's gives.
+        expected: ends the refusals.
+        computed: whether the model computes it, so that it gives none.
+
+    Raises:
+        RewardSetupError: a name or a shape that does not map, or a weight without a counterpart.
+    """
+    converted: dict[str, torch.Tensor] = {}
+    for name, tensor in state.items():
+        parts = dict(targets(name, tensor))
+        if not parts.keys() <= own.keys() or not (parts or computed(name, tensor)):
+            raise RewardSetupError(f"the tensor {name!r} has no counterpart; {expected}")
+        for target, part in parts.items():
+            if (wanted := own[target].shape) != part.shape:
+                raise RewardSetupError(
+                    f"the tensor {name!r} gives {list(part.shape)}, not {list(wanted)}; {expected}"
+                )
+        converted |= parts
+    if missing := sorted(own.keys() - converted.keys()):
+        raise RewardSetupError(
+            f"{len(missing)} weights are missing, first that of {missing[0]!r}; {expected}"
+        )
+    return converted
 
 
 def weights_digest(model: torch.nn.Module, unread: str) -> str:

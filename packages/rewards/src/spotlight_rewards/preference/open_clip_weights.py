@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from spotlight_rewards.models.pretrained_model import (
+    converted_state,
     find_device,
     find_file,
     load_tokenizer,
@@ -112,20 +113,8 @@ def converted_clip(state: Mapping[str, torch.Tensor]) -> Any:
     from transformers import CLIPModel
 
     model = CLIPModel(_config(state)).eval()
-    own: dict[str, torch.Tensor] = model.state_dict()
-    converted: dict[str, torch.Tensor] = {}
-    for name, tensor in state.items():
-        targets = dict(_targets(name, tensor))
-        if not targets or not targets.keys() <= own.keys():
-            raise RewardSetupError(f"the tensor {name!r} has no counterpart in a CLIP ViT-H-14.")
-        for target, part in targets.items():
-            if own[target].shape != part.shape:
-                found, expected = list(part.shape), list(own[target].shape)
-                raise RewardSetupError(f"the tensor {name!r} gives {found}, not {expected}.")
-        converted |= targets
-    if missing := sorted(own.keys() - converted.keys()):
-        raise RewardSetupError(f"{len(missing)} weights are missing, first that of {missing[0]!r}.")
-    model.load_state_dict(converted)
+    expected = "expected those of a CLIP ViT-H-14."
+    model.load_state_dict(converted_state(state, model.state_dict(), _targets, expected))
     return model
 
 

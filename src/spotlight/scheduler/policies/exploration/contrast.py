@@ -17,7 +17,7 @@ and unknown in an iteration without any line.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from spotlight.scheduler.policies.exploration.evidence import GroupEvidence, fit_lines, sampled_variance
 from spotlight.scheduler.policies.selection import sample_variance
@@ -50,16 +50,8 @@ class Contrast:
 
     def as_metrics(self) -> Mapping[str, float]:
         """Measured values by name."""
-        named = {
-            "groups": float(self.groups),
-            "realised": self.realised,
-            "random": self.random,
-            "gain": self.gain,
-            "sampled": float(self.sampled),
-            "random_sampled": self.random_sampled,
-            "random_of_sampled": self.random_of_sampled,
-        }
-        return {name: value for name, value in named.items() if value is not None}
+        named = asdict(self) | {"gain": self.gain}
+        return {name: float(value) for name, value in named.items() if value is not None}
 
 
 def contrast(groups: Sequence[GroupEvidence]) -> Contrast | None:

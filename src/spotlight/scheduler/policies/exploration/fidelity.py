@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from spotlight.scheduler.policies.exploration.evidence import GroupEvidence, fit_lines
 
@@ -64,17 +64,8 @@ class Fidelity:
 
     def as_metrics(self) -> Mapping[str, float]:
         """Measured values by name."""
-        named = {
-            "groups": float(self.groups),
-            "sampled": float(self.sampled),
-            "tau": self.tau,
-            "tau_by_slope": self.tau_by_slope,
-            "group_tau": self.group_tau,
-            "group_rho": self.group_rho,
-            "top_hit": self.top_hit,
-            "bottom_hit": self.bottom_hit,
-        }
-        return {name: value for name, value in named.items() if value is not None}
+        named = asdict(self)
+        return {name: float(value) for name, value in named.items() if value is not None}
 
 
 def fidelity(groups: Sequence[GroupEvidence]) -> Fidelity:

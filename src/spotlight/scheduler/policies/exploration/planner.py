@@ -100,7 +100,8 @@ class Planner:
     def decide(self, context: PlanContext) -> Decision:
         """Choose the arm of a window that opens now."""
         capacity = self.forecast.capacity(context.workers)
-        work_s = {arm: self._work_s(arm, context.prompts) for arm in self.bandit.arms}
+        costs, prompts = self.forecast.costs, context.prompts
+        work_s = {arm: costs.work_s(arm.steps, prompts * arm.seeds_per_prompt) for arm in self.bandit.arms}
         fits = {arm for arm in self.bandit.arms if self._fits(work_s[arm], capacity)}
         estimates = self.bandit.estimates()
         rates = self._rates(context, estimates)
@@ -195,9 +196,6 @@ class Planner:
         """Skip an untried arm whose reward is pending: a second play would not inform sooner."""
         first = self._awaited is not None and estimates[self._awaited].mean is None
         return arms - {self._awaited} or arms if first else arms
-
-    def _work_s(self, arm: Arm, prompts: int) -> float:
-        return self.forecast.costs.work_s(arm.steps, prompts * arm.seeds_per_prompt)
 
     def _fits(self, work_s: float, capacity: Capacity) -> bool:
         if not self.limited:
