@@ -8,7 +8,6 @@ import math
 import sys
 import tempfile
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +197,7 @@ def test_a_missing_or_foreign_summary_is_named(tmp_path: Path) -> None:
     path = tmp_path / "summary.json"
     with pytest.raises(StoreError, match="not come to its end"):
         read_summary(path)
-    wrong = json.dumps({**asdict(SUMMARY), "wall_s": "x", "name": 3})
+    wrong = json.dumps({**dataclasses.asdict(SUMMARY), "wall_s": "x", "name": 3})
     for content in ("{}", "[]", "{", '{"samples": {}}', "[" * 100_000, wrong):
         path.write_text(content)
         with pytest.raises(StoreError, match="not a summary") as caught:
