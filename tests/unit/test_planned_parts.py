@@ -313,6 +313,57 @@ def test_ways_that_cannot_pay_are_not_followed_along_the_trace(monkeypatch: pyte
     assert some < (len(followed) - some) / 2
 
 
+@pytest.mark.parametrize("parts", ["[gap, tag]", "[gap, tag, tcss]"])
+def test_a_way_is_not_left_out_against_one_whose_target_is_unknown(
+    monkeypatch: pytest.MonkeyPatch, parts: str
+) -> None:
+    """With few nodes the simpler way makes too few previews for any target."""
+    where = "gpu_types: [L40S], machine_sizes_max: 1, reserved_nodes: [1], spot_nodes: [3]"
+    wish = f"plan={{strategies: [all_spot_then_on_demand], {where}, parts: {parts}}}"
+    losing = ("run.starts=2", "trace.mean_uptime_h=1", "workload.recomputes_log_probs=false")
+    file = load_scenario("mixed-512", [*losing, wish])
+
+    def quickest_h() -> float:
+        estimates = planning_search.Estimates(file, NOW)
+        clusters, _ = grid(file, estimates.quotes)
+        found = [runs for cluster in clusters for _, runs in estimates.worth_it(cluster)]
+        return min(runs.target_h.p50 for runs in found)
+
+    pruned_h = quickest_h()
+    monkeypatch.setattr(planning_search, "_hopeless", lambda form, limit_h: None)
+    monkeypatch.setattr(ClosedForm, "steady_s", lambda form, nodes: math.nan)
+    assert quickest_h() == pruned_h
+
+
+def test_a_simulation_equal_to_the_closed_form_confirms_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the learner loses nodes, and each of several starts has losses of its own."""
+    where = "gpu_types: [H100], machine_sizes_max: 1, reserved_nodes: [2], spot_nodes: [16]"
+    wish = f"plan={{strategies: [all_spot], {where}, parts: [gap], iterations: 3}}"
+    losing = (
+        "cluster.reserved.nodes=2",
+        "cluster.spot.nodes=16",
+        "trace.bursts_per_h=0",
+        "trace.mean_uptime_h=2.5",
+        "run.starts=3",
+    )
+    file = load_scenario("video-1000", ["workload.prompts=12", "rewards.scorers=12", *losing, wish])
+    estimates = planning_search.Estimates(file, NOW)
+    (cluster,) = grid(file, estimates.quotes)[0]
+    ranked = planning_search.EvaluatedCandidate(*next(estimates.worth_it(cluster)))
+    _, form = next(estimates._forms(cluster, [ranked.candidate]))
+    assert isinstance(form, ClosedForm)
+
+    def simulated(*others: object) -> list[ComparedStrategy]:
+        outcomes = [form.outcome(start, seen=3) for start in form.starts]
+        return [ComparedStrategy(one, (), ()) for one in outcomes]
+
+    monkeypatch.setattr(planning_search, "run_tasks", simulated)
+    (found,) = planning_search.confirm(estimates, [ranked], 1)
+    for one, whole in zip(found.runs.outcomes, ranked.runs.outcomes, strict=True):
+        assert one.target_h == pytest.approx(whole.target_h, rel=1e-3)
+        assert one.target_usd == pytest.approx(whole.target_usd, rel=1e-3)
+
+
 @pytest.mark.slow  # two processes start
 def test_clusters_ranked_in_several_processes_are_those_ranked_in_one(
     monkeypatch: pytest.MonkeyPatch,

@@ -55,11 +55,12 @@ def test_nodes_lost_together_are_one_loss_to_a_learner_that_is_on_some_of_them()
     events += [TraceEvent(60.0, warn, "a", 1), TraceEvent(100.0, gone, "a", 1)]  # alone, of four
     events += [TraceEvent(5000.0, gone, "b", 1), TraceEvent(5100.0, gone, "c", 1)]  # together, of three
     found = presence_of(Trace(tuple(events), DAY_S, "a test"), 2.0, JOINS_S, DAY_S)
-    assert found.lost.tolist() == [1 / 4, 2 / 3]
+    assert found.lost == ((4, 1), (3, 2))
     assert found.notice_s == pytest.approx(40 / 3)
     assert found.losses_s(1) == pytest.approx((1 / 4 + 2 / 3) / DAY_S)
-    assert found.losses_s(2) == pytest.approx((7 / 16 + 8 / 9) / DAY_S)
-    assert found.numbers == (4, 3, 1)
+    assert found.losses_s(2) == pytest.approx((1 / 2 + 1) / DAY_S)
+    assert found.losses_s(4) == pytest.approx(2 / DAY_S)  # of three, all
+    assert found.numbers == (4, 3, 1, 1)
     assert presence.steady(4, DAY_S).losses_s(2) == 0
 
 

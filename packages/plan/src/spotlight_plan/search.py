@@ -283,8 +283,8 @@ class Estimates:
     def worth_it(self, cluster: Candidate) -> Iterator[tuple[Candidate, StrategyRuns]]:
         """The ways to run a strategy on a cluster, without those that a simpler one equals.
 
-        A way that is no quicker than a simpler one with the most, the fewest and some number of nodes between
-        is not followed along the trace, nor one that would not even do with the most.
+        A way that is no quicker than a simpler one at its most, fewest and median number of nodes, and the
+        fewest but none, is not followed along the trace, nor one that would not even do with the most.
         """
         kept: list[tuple[Candidate, StrategyRuns, list[float]]] = []
         tried = [
@@ -328,18 +328,25 @@ class Estimates:
         except (ConfigError, PriceError) as error:
             yield cluster, str(error).splitlines()[-1].strip(" -")
             return
-        trace = self.file.trace
-        notice_s = trace.notice_lead_s if isinstance(trace, GeneratedTrace) else None
         for candidate in candidates:
             try:
                 way = replace(starts[0], file=self._run_so(starts[0].file, candidate))
                 require_shares(way.file, candidate)
-                strategy = strategy_named(candidate.strategy)
-                form = ClosedForm(way, strategy, self.file.run.until_h, starts, notice_s)
+                form = self.form(way, candidate, starts)
             except ConfigError as error:
                 yield candidate, str(error).splitlines()[-1].strip(" -")
                 continue
             yield candidate, form
+
+    def form(self, prepared: Prepared, candidate: Candidate, starts: Sequence[Prepared]) -> ClosedForm:
+        """Of a candidate, over all starts; those that are ranked have no notices of their own.
+
+        Raises:
+            ConfigError: as :class:`~spotlight_plan.closed_form.ClosedForm`.
+        """
+        trace, strategy = self.file.trace, strategy_named(candidate.strategy)
+        notice_s = trace.notice_lead_s if isinstance(trace, GeneratedTrace) else None
+        return ClosedForm(prepared, strategy, self.file.run.until_h, starts, notice_s)
 
     def _run_so(self, file: ScenarioFile, candidate: Candidate) -> ScenarioFile:
         """A cluster's scenario with the pipeline and the previews of a candidate.
@@ -388,12 +395,11 @@ def confirm(
     found = grouped([result.outcome for result in results], file.run.starts)
     confirmed = []
     for one, each, exact in zip(candidates, prepared, found, strict=True):
-        form = ClosedForm(each, strategy_named(one.candidate.strategy), file.run.until_h)
+        starts = at_starts(each)
+        form = estimates.form(each, one.candidate, starts)
         outcomes = (
             corrected(simulated, form.outcome(start, seen=number), whole)
-            for simulated, start, whole in zip(
-                exact.outcomes, at_starts(each), one.runs.outcomes, strict=True
-            )
+            for simulated, start, whole in zip(exact.outcomes, starts, one.runs.outcomes, strict=True)
         )
         confirmed.append(replace(one, runs=StrategyRuns(tuple(outcomes)), simulated=True))
     return confirmed
@@ -443,11 +449,15 @@ def _runs_of(form: ClosedForm) -> StrategyRuns | str:
 
 
 def _hopeless(form: ClosedForm, limit_h: float) -> str | None:
-    """Why a way says nothing about the target, even if the most nodes of its trace stayed; None: it may."""
-    most = form.numbers[0]
-    if form.steady_s(most) > (1 + MARGIN) * limit_h * 3600:
+    """Why a way says nothing about the target, even if the most nodes of its trace stayed; None: it may.
+
+    Judged from the first start alone. The share of previews does not only grow with the nodes: with fewer
+    where leases do not divide among them, workers wait longer, and make more.
+    """
+    if form.steady_s(form.numbers[0]) > (1 + MARGIN) * limit_h * 3600:
         return late(limit_h)
-    return TOO_FEW_PREVIEWS if form.pace(most).previews < PREVIEWS_WANTED else None
+    shares = (form.pace(nodes).previews for nodes in form.numbers)
+    return TOO_FEW_PREVIEWS if all(share < PREVIEWS_WANTED for share in shares) else None
 
 
 def useless(outcome: SimulationOutcome) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeAlias
@@ -26,25 +27,30 @@ class Presence:
         until_s: their ends, ascending.
         working: nodes in spot nodes' places that roll out.
         usd_h: dollars an hour of the nodes that are paid.
-        lost: of the nodes that were there, the share that was lost, each time that some were.
+        lost: each time that some were: nodes that were there, and how many of them were lost.
         notice_s: that losses were announced ahead, in the mean.
     """
 
     until_s: Figures
     working: Figures
     usd_h: Figures
-    lost: Figures = field(default_factory=lambda: np.zeros(0))
+    lost: tuple[tuple[int, int], ...] = ()
     notice_s: float = 0.0
+    _losses_s: dict[int, float] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
-    def numbers(self) -> tuple[int, int, int]:
-        """The most nodes that work, a number in the middle, and the fewest."""
-        working = np.sort(self.working)
-        return int(working[-1]), int(working[len(working) // 2]), int(working[0])
+    def numbers(self) -> tuple[int, ...]:
+        """The most nodes that work, the median of the stretches, the fewest but none, and the fewest."""
+        working = np.sort(self.working).astype(int).tolist()
+        few = next((number for number in working if number), 0)
+        return working[-1], working[len(working) // 2], few, working[0]
 
     def losses_s(self, nodes: int) -> float:
         """How often a second one of so many nodes is lost, others at the same time being one loss."""
-        return float(np.sum(1 - (1 - self.lost) ** nodes) / self.until_s[-1])
+        if nodes not in self._losses_s:  # asked for by every way to run a strategy
+            times = sum(_hits(nodes, before, gone) for before, gone in self.lost)
+            self._losses_s[nodes] = times / float(self.until_s[-1])
+        return self._losses_s[nodes]
 
     @property
     def since_s(self) -> Figures:
@@ -96,6 +102,12 @@ class Presence:
         ).lasting
 
 
+def _hits(nodes: int, before: int, gone: int) -> float:
+    """Probability that one of so many nodes is among those gone, of all before; of fewer it is one of all."""
+    some, others = sorted((min(nodes, before), gone))  # as likely the other way round, with smaller numbers
+    return 1 - math.comb(before - others, some) / math.comb(before, some)
+
+
 def steady(nodes: int, until_s: float) -> Presence:
     """Nodes that stay, and are paid otherwise."""
     return Presence(np.array([until_s]), np.array([float(nodes)]), np.zeros(1))
@@ -143,7 +155,7 @@ def presence_of(trace: Trace, usd_h: float | None, joins_s: float, until_s: floa
         price = np.array([point.usd_h for point in points])[np.maximum(at, 0)]
     else:
         price = np.full_like(times_s, usd_h)
-    lost = np.array([gone / before for _, before, gone in joint])
+    lost = tuple((before, gone) for _, before, gone in joint)
     notice_s = notices_s / max(1, sum(gone for *_, gone in joint))
     ends_s = np.append(times_s[1:], until_s)
     return Presence(ends_s, working, paid * price, lost, notice_s).lasting.coarse
