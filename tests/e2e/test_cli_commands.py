@@ -258,7 +258,7 @@ def test_audit_runs_and_card(trained: tuple[Path, str]) -> None:
     assert invoke("card", str(trained[0])).exit_code == 0
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "iso-8859-1"])
+@pytest.mark.parametrize("encoding", ["ascii", pytest.param("iso-8859-1", marks=pytest.mark.slow)])
 def test_every_screen_is_for_any_terminal(
     trained: tuple[Path, str], job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str
 ) -> None:

@@ -67,7 +67,14 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
     made.drop()
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.name in QUICK], ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id=row.name, marks=pytest.mark.slow if row.name == "nft" else ())
+        for row in ROWS
+        if row.name in QUICK
+    ],
+)
 def test_a_row_runs_on_a_tiny_model(row: Row, lab: object) -> None:
     from benchmarks.gpu.runner import call
 

@@ -197,10 +197,12 @@ def test_a_missing_or_foreign_summary_is_named(tmp_path: Path) -> None:
     path = tmp_path / "summary.json"
     with pytest.raises(StoreError, match="not come to its end"):
         read_summary(path)
-    for content in ("{}", "[]", "{", '{"samples": {}}'):
+    wrong = json.dumps({**dataclasses.asdict(SUMMARY), "wall_s": "x", "name": 3})
+    for content in ("{}", "[]", "{", '{"samples": {}}', "[" * 100_000, wrong):
         path.write_text(content)
-        with pytest.raises(StoreError, match="not a summary"):
+        with pytest.raises(StoreError, match="not a summary") as caught:
             read_summary(path)
+        assert "\n" not in str(caught.value)
 
 
 class FullSink:

@@ -27,7 +27,6 @@ from spotlight_rewards.reward_config import RewardConfig
 from spotlight_rewards.reward_registry import facts_of, load
 
 _CHECKPOINTS = (".bin", ".pt", ".pth")
-"""The format's own limit."""
 _FLOAT32_BYTES, _HALF_BYTES = 4, 2
 _CONTEXT_BYTES = 0.4 * 2**30
 """Of CUDA, in every process that uses a GPU."""

@@ -7,7 +7,7 @@
 
 Rewriting replaces it. It names the licence of the model that was trained, none of its own: that is for the
 owner to choose. It is meant for the public: of
-the configuration it shows what :mod:`spotlight.report.model_card` allows.
+the configuration it shows what :mod:`spotlight.report.published_settings` allows.
 
 What a model card tells of a configuration: numbers and choices of training, never free text.
 

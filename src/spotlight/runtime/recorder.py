@@ -84,7 +84,7 @@ class Recorder:
         """Write an iteration's metrics."""
 
     def checkpoint(self, effect: CommitCheckpoint, learner: Learner) -> None:
-        """Commit learner, controller and ledger position together. Collective; flush before."""
+        """Commit learner, controller and ledger position together. Collective."""
         _save_learner(learner, None, self.ranks)
 
     def committed(self, effect: CommitCheckpoint) -> None:

@@ -193,9 +193,10 @@ def write_estimate(path: Path, estimate: RunEstimate) -> None:
 def read_estimate(path: Path) -> RunEstimate | None:
     """What was said when the run began; None: nothing, or it is damaged: nothing else rests on it."""
     try:
-        return TypeAdapter(RunEstimate).validate_json(read_regular(path, _BYTES_MAX))
+        return _ESTIMATE.validate_json(read_regular(path, _BYTES_MAX))
     except (OSError, ValueError):
         return None
 
 
 _BYTES_MAX = 1 << 16
+_ESTIMATE = TypeAdapter(RunEstimate)

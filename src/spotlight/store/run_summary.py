@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from spotlight.scheduler.types import DropReason, Phase
 from spotlight.store.metrics import FinalTable
@@ -108,11 +108,22 @@ def read_summary(path: Path) -> RunSummary:
         fields = json.loads(path.read_bytes())
         if "iterations" not in fields:  # an older summary: every run ended with an evaluation
             fields["iterations"] = fields["validation"][-1]["iteration"]
-        return TypeAdapter(RunSummary).validate_python(fields)
+        return _SUMMARY.validate_python(fields)
     except FileNotFoundError as error:
         raise StoreError(f"{path}: no summary here; the run has not come to its end yet.") from error
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise StoreError(
-            f"{path}: not a summary of a run ({error!r}). Restore it from a copy, or delete it: "
+            f"{path}: not a summary of a run ({_said(error)}). Restore it from a copy, or delete it: "
             "`spotlight train` then writes it again from the last checkpoint."
         ) from error
+
+
+_SUMMARY = TypeAdapter(RunSummary)
+
+
+def _said(error: Exception) -> str:
+    """In one line; of several wrong fields the first."""
+    if not isinstance(error, ValidationError):
+        return repr(error)
+    first = error.errors(include_url=False, include_input=False)[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'all of it'}: {first['msg']}"

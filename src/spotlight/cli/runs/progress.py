@@ -2,7 +2,7 @@
 
 Drawing never slows the run: events only set fields, and a thread redraws twice per second.
 
-How far rounding alone moves replayed log-probs from the rollouts', against the clip of the ratio.
+It also warns where rounding alone moves replayed log-probs by more than the ratio's clip.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from spotlight.config.schema import RunConfig
 from spotlight.report.wording import duration, money, score
 from spotlight.runtime.observer import Observer
 from spotlight.scheduler.types import Phase
 from spotlight.store.metrics import JUDGED, STDERR
 
 if TYPE_CHECKING:
-    pass
+    from spotlight.config.schema import RunConfig
 
 
 log = logging.getLogger("spotlight")

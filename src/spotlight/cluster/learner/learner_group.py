@@ -10,8 +10,7 @@ A *life* is one start of all ranks. Invariants:
 - One call is in flight at a time, in call order, so its deadline is its own.
 - User-fixable errors (:data:`FINAL`) propagate unchanged and are never retried.
 
-When a learner that keeps failing is given up. Pure.
-
+When a learner that keeps failing is given up, :class:`Failures` decides.
 A life is *stuck* if a rank failed and no more calls were answered than in another life since the last
 checkpoint: what kills at the same point every time, such as the kernel for want of memory, gets no further.
 Lives whose nodes left are not stuck; that is known some time after the failure, hence :meth:`Failures.judge`.

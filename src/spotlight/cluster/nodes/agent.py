@@ -65,7 +65,7 @@ class NodeAgent:
         return self._watch.acknowledge()
 
     def log_tail(self, pid: int | None, actor: str | None, lines: int) -> str:
-        """Last log lines of a worker process on this node; see :func:`worker_logs.log_tail`."""
+        """Last log lines of a worker process on this node; see :func:`log_tail`."""
         return log_tail(self._session / "logs", pid, actor, lines)
 
 

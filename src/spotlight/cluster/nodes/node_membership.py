@@ -197,7 +197,7 @@ class NodeMembership:
             agent.acknowledge.remote()
 
     def log_tail(self, node: RayNode, pid: int | None, actor: str | None, lines: int = 20) -> str:
-        """Last log lines of a worker (see ``worker_logs``), or why they are unavailable. Any thread."""
+        """Last log lines of a worker (see ``agent.log_tail``), or why they are unavailable. Any thread."""
         agent = self.agent(node)
         if agent is None:
             return f"node {node.name} has no agent to ask for the log"

@@ -13,8 +13,7 @@ Invariants:
 - Only use proves that a group formed everywhere: a rank that fails right after verification is noticed at the
   first exchange.
 
-How long members of a group wait for each other, from the steps they took before. Pure.
-
+How long members wait for each other follows from the steps they took before (:class:`StepLimit`).
 A limit that a healthy step exceeds breaks its group, and every group after it; one that is too long leaves a
 dead member unnoticed. What a step takes is known only once one is done, so a limit that ran out is doubled
 until then.

@@ -29,6 +29,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard
 
 import torch
+
+# Before any collective: functional collectives import it on first use, while other ranks wait.
 import torch._dynamo  # noqa: F401
 import torch.distributed as dist
 import torch.nn.functional as F

@@ -6,7 +6,7 @@ spare prompt replaces it. Idle workers deepen pools round-robin, so pool sizes d
 rewards.
 
 Previews are not trained on: chosen seeds are regenerated, and advantages use only the new rewards. But a
-preview that is what its rollout would be is kept as that rollout (:mod:`.kept`).
+preview that is what its rollout would be is kept as that rollout (:mod:`.exploring`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Parts of the batch are trained while the rest is generated: whole groups, or slices of groups.
 
-Which samples of an incomplete batch can be trained, and what they are compared with. Pure.
-
 On the axis ``prompt`` a group is one slice. On the axis ``generation`` a group is cut by member index, not by
 arrival: comparisons depend on who was scored or dropped, never on timing, so equal samples give equal
 advantages in every schedule.

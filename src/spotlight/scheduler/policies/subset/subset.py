@@ -2,8 +2,6 @@
 
 Invariant: of a whole group ``Plan.choice.samples`` are trained, or all that were scored if those are fewer.
 
-Which samples of a whole group are trained. Pure.
-
 The choice depends on the rewards, the seeds and the run seed alone, never on arrival: a resumed run, every
 driver and every rank choose alike.
 """

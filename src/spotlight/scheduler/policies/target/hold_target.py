@@ -1,8 +1,6 @@
 """Holds a run's deadline and budget by the number of spot nodes that are wanted.
 
 an iteration is billed ─► model of the iterations ─► forecast for every number of nodes ─► which is wanted
-
-What the rest of a run takes and costs, in a sentence. Pure.
 """
 
 from __future__ import annotations
