@@ -23,6 +23,7 @@ from spotlight_plan.compare import (
     honest_target,
     run_task,
 )
+from spotlight_plan.explanation.sensitivity import sensitivity_of
 from spotlight_plan.pages.comparison_summary import notes_of, table_of
 from spotlight_plan.scenarios.prepare import Prepared, prepare, scenario_of
 from spotlight_plan.scenarios.scenario_file import SUBSET_SPEED, ScenarioFile, Target
@@ -350,6 +351,8 @@ def test_a_simulation_equal_to_the_closed_form_confirms_it(monkeypatch: pytest.M
     estimates = planning_search.Estimates(file, NOW)
     (cluster,) = grid(file, estimates.quotes)[0]
     ranked = planning_search.EvaluatedCandidate(*next(estimates.worth_it(cluster)))
+    shown = ranked.runs.target_h.p50, ranked.runs.target_usd.p50
+    assert sensitivity_of(estimates, ranked.candidate).base == pytest.approx(shown, rel=1e-3)
     _, form = next(estimates._forms(cluster, [ranked.candidate]))
     assert isinstance(form, ClosedForm)
 

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from spotlight_plan.candidates import Candidate
-from spotlight_plan.closed_form import ClosedForm
 from spotlight_plan.scenarios.prepare import Prepared, at_starts, with_file
 from spotlight_plan.scenarios.profile import Profile
 from spotlight_plan.scenarios.scenario_file import AlwaysOn, GeneratedTrace, Target
@@ -92,11 +91,10 @@ def sensitivity_of(estimates: Estimates, candidate: Candidate) -> Sensitivity:
     Raises:
         ConfigError, PriceError: the candidate cannot be simulated.
     """
-    file, strategy = estimates.file, strategy_named(candidate.strategy)
 
     def runs_of(prepared: Prepared) -> StrategyRuns:
-        form = ClosedForm(prepared, strategy, file.run.until_h)
-        return StrategyRuns(tuple(map(form.outcome, at_starts(prepared))))
+        starts = at_starts(prepared)
+        return StrategyRuns(tuple(map(estimates.form(prepared, candidate, starts).outcome, starts)))
 
     prepared = estimates.prepared(candidate)
     base = runs_of(prepared)
