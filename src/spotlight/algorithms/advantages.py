@@ -1,18 +1,17 @@
-"""Group-relative advantages, as pure functions of complete groups.
+"""Group-relative advantages, as pure functions: of complete groups, and of samples whose group is incomplete.
 
-Invariants: a group's advantages sum to 0 before clipping; affine changes of the rewards
+Invariants of complete groups: a group's advantages sum to 0 before clipping; affine changes of the rewards
 change nothing (up to epsilon); the order of groups, samples and rewards changes no bit, because all sums
 are exact (``math.fsum``). Float64 throughout. Groups may have lost samples.
 
-Advantages of samples whose group is still incomplete: A = (R - b) / (s + ε), clipped. Pure functions.
+Of an incomplete group A = (R - b) / (s + ε), clipped. ``docs/maths.md`` derives bias and variance of the
+three baselines b and scales s:
 
-``docs/maths.md`` derives bias and variance of the three baselines b and scales s:
-
-- ``group``: wait for the whole group (:func:`spotlight.algorithms.advantages.advantages`).
+- ``group``: wait for the whole group (:func:`advantages`).
 - ``slice``: the group's samples so far, leave-one-out (:func:`slice_advantages`).
 - ``exploration``: previews of other seeds that the prompt's group has (:func:`exploration_advantages`).
 
-Invariants: b and s depend on other samples only, so before clipping the expected gradient keeps its direction
+b and s depend on other samples only, so before clipping the expected gradient keeps its direction
 (unless seeds were selected by those values); the order of samples changes no bit.
 """
 

@@ -1,6 +1,6 @@
 """Shows the user, and records in the ledger, nodes, workers and learners that come, go and crash.
 
-Tells the cloud once no work is left on a machine that has a preemption notice.
+:class:`Drains` tells the cloud once no work is left on a machine that has a preemption notice.
 """
 
 from __future__ import annotations

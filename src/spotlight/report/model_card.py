@@ -6,13 +6,9 @@
     card/validation.svg       curves with standard errors; reward.svg, loss.svg
 
 Rewriting replaces it. It names the licence of the model that was trained, none of its own: that is for the
-owner to choose. It is meant for the public: of
-the configuration it shows what :mod:`spotlight.report.published_settings` allows.
-
-What a model card tells of a configuration: numbers and choices of training, never free text.
-
-Places, addresses, commands and parameters of rewards are free text or not listed here; a key that is new is
-published only if it is a number or a choice of a section that is listed.
+owner to choose. It is meant for the public: of the configuration (:func:`published_settings`) it has numbers
+and choices, never free text such as places, addresses, commands and parameters of rewards; a key that is new
+is published only if it is a number or a choice of a section that is listed.
 """
 
 from __future__ import annotations

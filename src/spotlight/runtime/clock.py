@@ -1,6 +1,6 @@
 """Where one worker's time goes: a stopwatch that is always in exactly one phase.
 
-Invariant: the seconds of all phases sum to the time since :meth:`PhaseClock.start`, so every billed second is
+Invariant: the seconds of all phases sum to the time since the clock began, so every billed second is
 accounted for.
 """
 

@@ -214,7 +214,8 @@ class Ledger:
         """The ledger that made ``snapshot``. GPU-seconds restart at 0: the durable ledger has them."""
 
         def counts(key: str) -> Mapping[str, int]:
-            return _entry(snapshot, key, dict)
+            found = _entry(snapshot, key, dict)
+            return {name: _entry(found, name, int) for name in found}
 
         return cls(
             position=_entry(snapshot, "position", int),
@@ -228,7 +229,7 @@ class Ledger:
             dropped=Counter({DropReason(k): v for k, v in counts("dropped").items()}),
             dropped_purpose=Counter({Purpose(k): v for k, v in counts("dropped_purpose").items()}),
             rejected=Counter(counts("rejected")),
-            _prompts=set(_entry(snapshot, "prompts", list)),
+            _prompts={PromptId(str(prompt)) for prompt in _entry(snapshot, "prompts", list)},
         )
 
     # -- inside ----------------------------------------------------------------------------------------

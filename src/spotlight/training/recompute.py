@@ -9,11 +9,10 @@ Fused blocks (``model.kernels``) do by themselves what ``elementwise`` does to o
 
 Gradients are equal to the bit: what is kept is what would be computed again.
 
-How little is computed again in the memory there is (``learner.recompute: auto``).
-
-Levels of a model of L blocks: at 0 all blocks are computed again, at L all keep their products, at 2 L
-nothing is computed again; between them some blocks, evenly spread, are a step ahead of the others. A level
-more costs one block's memory, so a pass's peak is affine in the level from 0 to L, and from L to 2 L.
+``learner.recompute: auto`` computes as little again as memory allows. Levels of a model of L blocks: at 0 all
+blocks are computed again, at L all keep their products, at 2 L nothing is computed again; between them some
+blocks, evenly spread, are a step ahead of the others. A level more costs one block's memory, so a pass's peak
+is affine in the level from 0 to L, and from L to 2 L.
 
 A climb begins at 0, and goes up by as many levels as must fit: a block keeps no more than the whole pass at
 level 0 needs, and as soon as two levels are measured, as much as their difference says. It ends at a level

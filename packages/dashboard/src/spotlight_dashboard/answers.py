@@ -131,7 +131,7 @@ class RunAnswers:
         return kept.fresh(run, lambda: ANSWERS[what](run, query))
 
     def headline(self, run: RunFolder) -> Json:
-        """See :func:`.overview.headline`."""
+        """See :func:`.views.overview.headline`."""
         with self._lock:
             kept = self._headlines.setdefault(run, _Kept())
         return kept.fresh(run, lambda: headline(run))
@@ -143,7 +143,7 @@ class RunAnswers:
         return kept.fresh(run, lambda: run_figures(run), besides=self.headline(run)["state"])
 
     def run_curve(self, run: RunFolder, name: str, axis: str) -> RunCurve:
-        """See :func:`.means.run_curve`."""
+        """See :func:`.views.means.run_curve`."""
         with self._lock:
             reader = self._readers.setdefault(run, CurveReader(run))
         booked = read_booked(run, dollars=axis == "usd")

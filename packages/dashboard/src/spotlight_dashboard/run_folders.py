@@ -58,7 +58,7 @@ class RunFolder:
         return path
 
     def open_ledger(self) -> Connection:
-        """The ledger for :data:`READ_S`. Raises as :func:`.ledger_queries.open_readonly`."""
+        """The ledger for :data:`READ_S`. Raises as :func:`open_readonly`."""
         return open_readonly(self.ledger(), READ_S)
 
     def file(self, path: Path, bytes_max: int) -> bytes | None:

@@ -5,8 +5,8 @@ An iteration rolls out in ``fixed_s + work_s / workers``
 trains; with parts of the pipeline the longer of both hides most of the other. The rate of iterations follows
 the number of spot nodes along the first :data:`HORIZON_H` hours of the trace, and their mean beyond.
 
-A learner on spot nodes that loses one trains its iteration again, so that the longer it trains the likelier
-it never ends: see :meth:`ClosedForm._again_s`. Left out: what the loss of another node costs beyond the node
+A learner on spot nodes that loses one trains its iteration again, and the longer an iteration is trained,
+the more often (:meth:`ClosedForm._again_s`). Left out: what the loss of another node costs beyond the node
 (repeated steps), and noise. How near it comes to the exact simulation: ``python -m benchmarks.plan_ranking``.
 """
 

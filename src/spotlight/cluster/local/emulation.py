@@ -1,6 +1,6 @@
 """The emulated cluster that the configuration describes: reserved slots, and spot nodes by a trace.
 
-The configured nodes, for ``spotlight train --dry-run``. No torch, no Ray.
+:func:`plan_fleet` says the same in numbers for ``spotlight train --dry-run``. No torch, no Ray.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The Ray actor of a rollout worker and its head-side handle; the work is in ``worker_process.py``.
 
-From the GPU that Ray assigned to torch's index of it.
+Ray assigns it a GPU, of which :func:`gpu_index` is torch's index.
 """
 
 from __future__ import annotations

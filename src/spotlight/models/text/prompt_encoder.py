@@ -2,9 +2,8 @@
 
 Prompts are encoded one at a time, so a condition depends on its own text only, never on its batch.
 
-On-disk cache of prompt embeddings: one safetensors file per prompt, named by a hash of all inputs.
-
-Invariants: files are written atomically; a damaged file is logged and recomputed, never used. Processes may
+The cache (:class:`EmbeddingsCache`) has one safetensors file per prompt, named by a hash of all inputs. Its
+invariants: files are written atomically; a damaged file is logged and recomputed, never used. Processes may
 share the directory, and it may be deleted at any time.
 """
 

@@ -1,6 +1,6 @@
 """The fleet of a run, with the policies that its plan names. The others are not imported.
 
-The default on a cluster: a learner's ranks are on reserved nodes, the rest rolls out.
+By default (:class:`ReservedLearner`) a learner's ranks are on reserved nodes, and the rest rolls out.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ def pairings(members: int, opponents: int) -> list[Pair]:
 def tournament(
     members: int, first_won: Mapping[Pair, bool | SampleError]
 ) -> dict[str, list[float | SampleError]]:
-    """Scores from the answers for ordered pairs (first, second); see :func:`vlm_rank`."""
+    """Scores from the answers for ordered pairs (first, second); see :class:`VlmRank`."""
     won: list[list[float]] = [[] for _ in range(members)]
     split: list[list[float]] = [[] for _ in range(members)]
     why: dict[int, SampleError] = {}

@@ -4,12 +4,11 @@ Previews are work of the lowest class. On the critical path an iteration's rollo
 of its previews are scored; otherwise the window for the next iteration opens when workers would idle, and
 closes when the weights that it was for are published.
 
-Previews that are rollouts already, and are not made again.
-
-A preview by its iteration's weights, with a rollout's steps, guidance and precision, is what the rollout of
-its prompt and seed would be, bit for bit. Where the plan says ``keeps_previews``, the samples of
-such previews stay stored until their window has closed. Those of chosen seeds then become their rollouts'
-samples, with their scores; the others are discarded.
+Some previews are not made again as rollouts (:class:`KeptPreviews`): a preview by its iteration's weights,
+with a rollout's steps, guidance and precision, is what the rollout of its prompt and seed would be, bit for
+bit. Where the plan says ``keeps_previews``, the samples of such previews stay stored until their window has
+closed. Those of chosen seeds then become their rollouts' samples, with their scores; the others are
+discarded.
 
 Invariant: a preview becomes at most one rollout, of its prompt, seed, steps and version.
 """
