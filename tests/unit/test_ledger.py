@@ -156,7 +156,7 @@ def test_no_snapshot_while_rollouts_are_in_flight() -> None:
 def test_a_damaged_snapshot_names_its_key(broken: dict[str, object]) -> None:
     with pytest.raises(AccountingError, match=next(iter(broken))):
         Ledger.restore({**Ledger().snapshot(), **broken})
-    with pytest.raises(AccountingError, match="'train'.*expected int"):
+    with pytest.raises(AccountingError, match=r"'train'.*expected int"):
         Ledger.restore({**Ledger().snapshot(), "issued": {"train": "7"}})
 
 

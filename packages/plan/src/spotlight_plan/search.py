@@ -293,9 +293,10 @@ class Estimates:
         ]
         for one, form in self._forms(cluster, tried):
             reason = form if isinstance(form, str) else _hopeless(form, self.file.run.until_h)
-            if isinstance(form, str) or reason:
-                self.left_out.setdefault(f"{reason}", {})[shape_of(one)] = None
+            if reason is not None:
+                self.left_out.setdefault(reason, {})[shape_of(one)] = None
                 continue
+            assert isinstance(form, ClosedForm)  # a string is a reason
             parts = strategy_named(one.strategy).parts
             simpler = [
                 (other.target_h.p50, seconds)
