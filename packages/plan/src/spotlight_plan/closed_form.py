@@ -44,8 +44,8 @@ not those on other scenarios.
 _TAIL_OVERLAPPED = 0.75
 """The same with any number of leases, where training begins before the last."""
 _HOPELESS = 50.0
-"""More losses per training than this count as this many, so that nothing overflows; and of so many attempts at
-an iteration's rollouts at least one is without a loss."""
+"""More losses per training than this count as this many, so that nothing overflows; and of so many attempts
+at an iteration's rollouts at least one is without a loss."""
 _LEFT_OUT = 0.35
 """Of what a subset leaves out, so much was left out before a loss, in the mean: groups are complete late.
 
