@@ -10,7 +10,8 @@ Kubernetes signals only the container's first process, which is Ray's.
 The head long-polls for notices; when the node dies the call fails, usually the head's first sign of it.
 
 Ray redirects a worker's output (:func:`log_tail`) to ``logs/worker-WORKER-JOB-PID.{out,err}`` of its session;
-the first lines name the actor. Native crashes are in ``.err`` (faulthandler)."""
+the first lines name the actor. Native crashes are in ``.err`` (faulthandler).
+"""
 
 from __future__ import annotations
 
