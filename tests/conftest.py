@@ -21,6 +21,9 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 
+# Before huggingface_hub is imported: no test waits for the hub, or has its retries in the log.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
 # Ranks and workers of tests are forked from one server, which imports once what each would take seconds for.
 multiprocessing.set_forkserver_preload(
     [

@@ -68,7 +68,6 @@ def caches(tmp_path_factory: pytest.TempPathFactory, random_pipeline: Path) -> P
 @pytest.fixture(scope="module")
 def cluster(caches: Path) -> Iterator[LocalCluster]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_HUB_OFFLINE", "1")
         patch.setenv("HF_HUB_CACHE", str(caches / "first"))
         patch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(caches / "first"))
         with local_cluster(1) as cluster, connected(cluster.address):

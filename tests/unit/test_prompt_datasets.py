@@ -17,7 +17,6 @@ from spotlight.data.datasets import Prompts, load_prompts
 from spotlight_rewards.base.errors import ConfigError
 from spotlight_rewards.base.prompt_files import PromptFileError, parse_prompts
 
-os.environ["HF_HUB_OFFLINE"] = "1"
 pyarrow = pytest.importorskip("pyarrow")
 ROWS = [
     {"prompt": "two cats", "include": [{"class": "cat", "count": 2}], "seen": date(2026, 1, 2)},

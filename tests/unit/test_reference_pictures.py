@@ -21,7 +21,6 @@ from spotlight_rewards.base.errors import ConfigError
 from spotlight_rewards.base.kept_pictures import PICTURE_BYTES_MAX, keep, kept_path, paths_of, with_kept
 from spotlight_rewards.base.prompt_files import PromptFileError
 
-os.environ["HF_HUB_OFFLINE"] = "1"
 MEDIA = {"modality": "image", "role": "condition", "uri": "cat.png"}
 
 

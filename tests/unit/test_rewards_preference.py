@@ -223,6 +223,7 @@ def test_a_hub_that_is_away_is_reported_without_a_pause(monkeypatch: pytest.Monk
         raise AssertionError(f"waits {seconds} s to try again")
 
     monkeypatch.setattr(time, "sleep", paused)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")
     hub._last.clear()
     try:
@@ -235,6 +236,7 @@ def test_a_hub_that_is_away_is_reported_without_a_pause(monkeypatch: pytest.Monk
 
 def test_a_hub_that_answers_is_downloaded_from() -> None:
     with reward_server(lambda request, body: (503, b"")) as server, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
         patch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
         hub._last.clear()
         try:
