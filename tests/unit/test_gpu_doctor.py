@@ -82,7 +82,13 @@ def shrunk(name: str, directory: Path) -> PipelineFiles:
     return PipelineFiles(directory)
 
 
-@pytest.mark.parametrize("name", FAMILIES.built_in)
+QUICK = ("qwen-image", "z-image", "wan-i2v")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES.built_in],
+)
 def test_every_family_is_timed_and_its_operations_are_those_of_the_whole_model(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

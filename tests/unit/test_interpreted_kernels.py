@@ -12,10 +12,17 @@ import pytest
 HERE = Path(__file__).parent / "kernels"
 
 
-@pytest.mark.parametrize("file", sorted(path.name for path in HERE.glob("test_*.py")))
-def test_kernels_pass_their_tests(file: str) -> None:
+FILES = [
+    pytest.param(path.name, marks=pytest.mark.slow if path.name == "test_fused_ranks.py" else ())
+    for path in sorted(HERE.glob("test_*.py"))
+]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_kernels_pass_their_tests(file: str, request: pytest.FixtureRequest) -> None:
     pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-x", str(HERE / file)]
+    tier = request.config.getoption("markexpr")
+    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-m", tier, "-x", str(HERE / file)]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(
         command, env=environment, cwd=HERE.parents[2], capture_output=True, text=True, check=False

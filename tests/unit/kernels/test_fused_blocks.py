@@ -202,6 +202,7 @@ def test_processors_keep_what_they_were_told() -> None:
     assert (block.attn.processor, processor._attention_backend) == (processor, "native")  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_tables_of_modulation_may_be_float32() -> None:
     """As Wan's are where its layers are bfloat16."""
     block = CASES["Wan"]().to(torch.bfloat16)

@@ -13,7 +13,7 @@ from fused_ranks import HALF, SHARDED, SPLIT, UPDATES, Tensors, gradients, learn
 from fused_world import FusedWorld, Predicting, far
 from tests.invariant.learner_world import roll_out
 
-pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:Already found a `peft_config`")]
 
 
 def worst(found: Tensors, wanted: Tensors) -> float:
