@@ -39,8 +39,8 @@ $(STAMP): requirements.lock requirements-torch.lock pyproject.toml $(PACKAGES:=/
 
 # Of each group of 32 pictures 8 are trained: of all that was compared, the least time to what all 16 of 16 reach.
 demo: env ## Train the tiny Qwen-Image on emulated spot nodes that vanish; leaves runs/demo with pictures and LoRA
-	$(BIN)/spotlight train rollout.group_size=32 algorithm.train_samples=8 learner.micro_batch_size=48 \
-		fleet.driver=ray fleet.spot.trace=minute fleet.drain_margin_s=2
+	$(BIN)/spotlight train iterations=20 rollout.group_size=32 algorithm.train_samples=8 \
+		learner.micro_batch_size=48 fleet.driver=ray fleet.spot.trace=minute fleet.drain_margin_s=2
 
 demo-text: env ## The same with a tiny Qwen-Image that writes and must spell as asked, read by PP-OCR; leaves runs/testbed-text
 	$(BIN)/spotlight train examples/testbed-text.yaml fleet.driver=ray fleet.spot.trace=minute fleet.drain_margin_s=2

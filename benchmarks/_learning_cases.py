@@ -35,12 +35,14 @@ class Task:
         overrides: of the demo.
         targets: strict scores that are to be reached, besides the baseline's last.
         reward_s: CPU seconds of its reward a picture, by ``benchmarks.ocr_readers``; None: the profile's.
+        scorers: processes of the simulated cluster that score at once: ``rewards[].replicas``.
         writes: its model is the one that writes, which no network counts on and nobody has distilled.
     """
 
     overrides: tuple[str, ...]
     targets: tuple[float, ...] = ()
     reward_s: float | None = None
+    scorers: int = 1
     writes: bool = False
 
 
@@ -54,7 +56,7 @@ TASKS: Mapping[str, Task] = MappingProxyType(
     {
         "counting": Task(("data.tags=[counting]",), (0.75, 0.8)),
         "placing": Task(("data.tags=[position, two_object]",)),
-        "text": Task(_TEXT, reward_s=0.0129, writes=True),
+        "text": Task(_TEXT, reward_s=0.0129, scorers=2, writes=True),
     }
 )
 """The demo's, a harder one where random seeds learn slowly, and words that PP-OCR reads."""

@@ -125,6 +125,7 @@ def simulate_case(sizes: LearningSizes, task: str, case: str) -> Tree:
             ),
             "micro_batch_per_gpu": config.learner.micro_batch_size, "checkpoint_every": 1,
         },
+        "rewards": {"scorers": TASKS[task].scorers},
         "strategies": [strategy],
         "run": {"iterations": sizes.iterations, "until_h": 24.0},
     }  # fmt: skip

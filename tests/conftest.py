@@ -39,6 +39,12 @@ multiprocessing.set_forkserver_preload(
 )
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One process more than cores: many tests wait for processes that they have started."""
+    return (os.cpu_count() or 1) + 1
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """Import all tests without garbage collection, which would look at half a million lasting objects."""
