@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
@@ -187,6 +188,15 @@ class RVMConfig(ForwardProcessSection):
             for key, default in (("anchor", "reference"), ("anchor_rule", "constant"))
         ),
     )  # fmt: skip
+
+    def notes(self, run: RunConfig) -> Iterator[str]:
+        """Without an anchor nothing holds it."""
+        if self.anchor_weight == 0:
+            yield (
+                "algorithm.anchor_weight=0: nothing holds velocities, and negative advantages push them away "
+                "without bound; pictures may break down (docs/benchmarks.md). Hold them by "
+                "algorithm.anchor_weight, or lower learner.learning_rate."
+            )
 
     @property
     def uses_old_policy(self) -> bool:
