@@ -194,8 +194,8 @@ class RVMConfig(ForwardProcessSection):
         if self.anchor_weight == 0:
             yield (
                 "algorithm.anchor_weight=0: nothing holds velocities, and negative advantages push them away "
-                "without bound; pictures may break down (docs/benchmarks.md). Hold them by "
-                "algorithm.anchor_weight, or lower learner.learning_rate."
+                "without bound; pictures may break down (docs/benchmarks.md). Lower "
+                "learner.learning_rate; `spotlight export --best` takes the best checkpoint."
             )
 
     @property
