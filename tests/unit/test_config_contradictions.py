@@ -614,16 +614,3 @@ def test_ranks_keep_a_quantised_model_whole() -> None:
     assert "set learner.shard=none" in problem.remedy
     whole = load_config(None, [*BASE, "model.quantize=int8", "learner={micro_batch_size: 48, shard: none}"])
     assert not list(whole.rank_problems(2, ()))
-
-
-@pytest.mark.parametrize(
-    ("keys", "told"),
-    [
-        (["algorithm.name=rvm"], True),
-        (["algorithm.name=rvm", "algorithm.anchor_weight=0.001"], False),
-        (["algorithm.name=ram"], False),
-    ],
-)
-def test_velocities_that_nothing_holds_are_told(keys: list[str], told: bool) -> None:
-    notes = [note for note in load_config(None, keys).every_note() if "nothing holds velocities" in note]
-    assert len(notes) == told

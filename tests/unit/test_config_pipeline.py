@@ -172,3 +172,16 @@ def test_windows_shared_by_an_iteration_follow_the_run_seed() -> None:
     )
     assert window == again != other
     assert make_window(load_config(None, [*shared, "rollout.sde_window.per=rollout"])) == RandomWindow(2)
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        (["algorithm.name=rvm"], True),
+        (["algorithm.name=rvm", "algorithm.anchor_weight=0.001"], False),
+        (["algorithm.name=ram"], False),
+    ],
+)
+def test_velocities_that_nothing_holds_are_told(keys: list[str], told: bool) -> None:
+    notes = [note for note in load_config(None, keys).every_note() if "nothing holds velocities" in note]
+    assert len(notes) == told
