@@ -18,8 +18,9 @@ KNOWN_MAX = 4096
 class Kernel:
     """A kernel whose parameters are tensors, then numbers, then constants.
 
-    A call with numbers, constants, types and device seen before launches what Triton compiled for them at
-    once; Triton itself looks at every argument first. Tensors not aligned to 16 bytes always go through it.
+    A call with numbers, constants, types, alignment and device seen before launches what Triton compiled for
+    them at once; Triton itself looks at every argument first. Of a pointer it looks at what is looked at here:
+    whether it is a multiple of 16 bytes (the sines beside cosines of complex angles are not).
     """
 
     def __init__(self, function: Any) -> None:
@@ -46,10 +47,8 @@ class Kernel:
         elif device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
                 self.launch(grid, tensors, numbers, constants, **options)
-        elif any(tensor.data_ptr() % 16 for tensor in tensors):
-            self._function[grid](*arguments, **options)
         else:
-            types = tuple(tensor.dtype for tensor in tensors)
+            types = tuple((tensor.dtype, tensor.data_ptr() % 16 == 0) for tensor in tensors)
             key = numbers, constants, types, device.index, tuple(options.items())
             if (compiled := self._known.get(key)) is not None:
                 compiled[(*grid, 1, 1)[:3]](*arguments)
