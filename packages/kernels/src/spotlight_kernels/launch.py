@@ -42,7 +42,7 @@ class Kernel:
         """
         device = tensors[0].device
         arguments = (*tensors, *numbers, *constants)
-        if device.type != "cuda":
+        if INTERPRETED:
             self._function[grid](*arguments)
         elif device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
