@@ -28,6 +28,7 @@ from torch import nn
 
 from spotlight.models.slots import Slot, WeightSlots
 from spotlight.rollout.engine import Engine
+from spotlight.rollout.reward_gradients import with_gradient
 from spotlight.rollout.state import FailedRollout, FinishedRollout
 from spotlight.rollout.stored_pictures import StoredPictures
 from spotlight.runtime.assembly.components import Recipes
@@ -413,11 +414,7 @@ class InlineDriver:
         family, size = self.parts.feed.learner.family, self.parts.denoiser.recipes.train.size
         for name, result in zip(scoring.mine, batch.samples, strict=True):
             if isinstance(result, ScoredSample) and name in self._samples:
-                assert result.gradient is not None, "rewards without one are refused when they are loaded"
-                sample = self._samples[name]
-                gradient = family.latent_gradient(sample.tensors.final, result.gradient, size)
-                tensors = replace(sample.tensors, gradient=gradient)
-                self._samples[name] = replace(sample, tensors=tensors)
+                self._samples[name] = with_gradient(family, self._samples[name], result.gradient, size)
 
     def _whole_groups(
         self, images: Mapping[RolloutId, Picture], groups: Mapping[RolloutId, SampleGroup]
