@@ -35,7 +35,7 @@ from spotlight.runtime.assembly.components import Recipes
 from spotlight.runtime.assembly.preview_settings import report_note, report_row
 from spotlight.runtime.clock import PhaseClock
 from spotlight.runtime.main_turn import MainTurn
-from spotlight.runtime.observer import NotScored, Observer, tell_stop
+from spotlight.runtime.observer import NotScored, Observer, stop_note, tell_stop
 from spotlight.runtime.recorder import Picture, Recorder, shown, shown_in_step
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
@@ -197,7 +197,7 @@ class InlineDriver:
             effects = self.parts.controller.handle(event, self.parts.clock.elapsed_s)
             if isinstance(event, ev.StopRequested):
                 controller = self.parts.controller
-                tell_stop(self.parts.observer, controller.stop_note, at_once=controller.stops_at_once)
+                tell_stop(self.parts.observer, stop_note(controller), at_once=controller.stops_at_once)
             if isinstance(event, ev.GroupPulled) and not any(isinstance(e, ef.GrantLease) for e in effects):
                 raise RuntimeError("rollouts are outstanding, but the only worker was granted none")
             for effect in effects:
