@@ -26,10 +26,10 @@ def whole_groups(
     owner = {group: (turn + at) % ranks.world for at, group in enumerate(dict.fromkeys(groups.values()))}
     here = dict(pictures)
     for group, rank in owner.items():  # one at a time, for the memory of their copies
-        made = {name: picture for name, picture in pictures.items() if groups[name] == group}
-        others = everyones(made if rank != ranks.rank else {}, ranks)
-        if rank == ranks.rank:
-            here |= others
+        leaving = [name for name in pictures if groups[name] == group] if rank != ranks.rank else []
+        for share in ranks.share({name: encoded(pictures[name]) for name in leaving}):
+            if rank == ranks.rank:
+                here |= {name: _decoded(text) for name, text in share.items()}
     mine = [name for name, group in groups.items() if owner[group] == ranks.rank and name in here]
     return {name: here[name] for name in mine}
 
