@@ -59,7 +59,7 @@ from spotlight.scheduler.effects import (
 from spotlight.scheduler.fleet.make_fleet import make_fleet
 from spotlight.scheduler.iteration import Snapshot
 from spotlight.scheduler.learner.learner_life import LearnerLife
-from spotlight.scheduler.learner.trainer_budget import TrainerBudget
+from spotlight.scheduler.learner.trainer_rollouts import TrainerRollouts
 from spotlight.scheduler.ledger import Ledger
 from spotlight.scheduler.plan import Plan as Plan
 from spotlight.scheduler.plan import require_usable
@@ -100,7 +100,7 @@ class Controller:
         self._filling = overriding(self.policies, Policy.fill)
         self._timed = overriding(self.policies, Policy.wake_s)
         self.training = TrainingTasks(plan, self.work, 0)
-        self._trainer_budget = TrainerBudget(self.policies, self.dispatcher)
+        self._trainers = TrainerRollouts(self.policies, self.dispatcher)
         self._now = self._task_s = 0.0
         self._task_overlaps = False
         self.fleet = make_fleet(plan, self.cluster)
@@ -154,12 +154,13 @@ class Controller:
             self._place_learner()
             self._learn()
         if self.stage is not Stage.OVER:
-            self._trainer_budget.set(self.training, self.stage, works=self.learner.works)
+            untasked = self.learner.works and self.training.task is None
+            self._trainers.set_budget(self.training, self.stage, untasked=untasked)
             if self.stage in LOOKS_AHEAD:
                 for policy in self._filling:
                     policy.fill(self.iteration, now)
             self.dispatcher.serve()
-            self._trainer_budget.left(self.cluster.serving.trainer_budget)
+            self._trainers.budget_left(self.cluster.serving.trainer_budget)
         # Records come first: drivers make them durable before a checkpoint that an effect asks for.
         # A rollback precedes them, because it truncates the ledger they are appended to.
         records = [WriteRecord(*numbered) for numbered in self.ledger.take_records()]
@@ -362,11 +363,11 @@ class Controller:
         complete, generating = self.stage is Stage.LEARNING, self.stage in GENERATING
         training = self.training
         if training.task or not self.learner.works or not (complete or generating):
-            self._trainer_budget.left(0)
+            self._trainers.budget_left(0)
             return
         if self.dispatcher.trainers_work:
             return
-        if generating and self._trainer_budget.comes_first(training, self._now):
+        if generating and self._trainers.comes_first(training, self._now):
             return
         task = training.next(complete)
         if task is not None:
