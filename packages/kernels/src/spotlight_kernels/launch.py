@@ -18,9 +18,9 @@ KNOWN_MAX = 4096
 class Kernel:
     """A kernel whose parameters are tensors, then numbers, then constants.
 
-    A call with numbers, constants, types, alignment and device seen before launches what Triton compiled for
-    them at once; Triton itself looks at every argument first. Of a pointer it looks at what is looked at here:
-    whether it is a multiple of 16 bytes (the sines beside cosines of complex angles are not).
+    A call with numbers, constants, types, alignments and device seen before launches what Triton compiled for
+    them at once; Triton itself looks at every argument first. Of a tensor it looks at no more than is looked at
+    here: its type, and whether it is aligned to 16 bytes (the sines of complex angles are not).
     """
 
     def __init__(self, function: Any) -> None:
