@@ -19,8 +19,8 @@ class Kernel:
     """A kernel whose parameters are tensors, then numbers, then constants.
 
     A call with numbers, constants, types, alignments and device seen before launches what Triton compiled for
-    them at once; Triton itself looks at every argument first. Of a tensor it looks at no more than is looked at
-    here: its type, and whether it is aligned to 16 bytes (the sines of complex angles are not).
+    them at once; Triton itself looks at every argument first. Of a tensor it looks at no more than this does:
+    its type, and whether it is aligned to 16 bytes (the sines of complex angles are not).
     """
 
     def __init__(self, function: Any) -> None:
