@@ -1,6 +1,6 @@
 """Clips of one coloured shape that moves at a constant speed over white, rendered.
 
-Invariant: the shape stays whole and inside every frame, so that the reward in ``rewards/motion.py`` reads
+Invariant: the shape stays whole and inside every frame, so that the reward in ``spotlight_rewards/motion.py`` reads
 every render back without error.
 """
 
