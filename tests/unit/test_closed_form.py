@@ -13,7 +13,8 @@ import pytest
 
 from spotlight_plan.closed_form import ClosedForm, IterationPace, chosen_variance
 from spotlight_plan.compare import SimulationTask, run_task
-from spotlight_plan.scenarios.prepare import Prepared, at_starts, prepare
+from spotlight_plan.scenarios.prepare import prepare
+from spotlight_plan.scenarios.prepared_scenario import Prepared, at_starts
 from spotlight_plan.scenarios.scenario_load import load_scenario
 from spotlight_plan.scenarios.strategies import strategy_named
 

@@ -25,10 +25,13 @@ from spotlight_plan.compare import (
 )
 from spotlight_plan.explanation.sensitivity import sensitivity_of
 from spotlight_plan.pages.comparison_summary import notes_of, table_of
-from spotlight_plan.scenarios.prepare import Prepared, prepare, scenario_of
-from spotlight_plan.scenarios.scenario_file import SUBSET_SPEED, ScenarioFile, Target
+from spotlight_plan.scenarios.prepare import prepare
+from spotlight_plan.scenarios.prepared_scenario import Prepared
+from spotlight_plan.scenarios.scenario_file import ScenarioFile
 from spotlight_plan.scenarios.scenario_load import load_scenario
+from spotlight_plan.scenarios.scenario_sections import SUBSET_SPEED, Target
 from spotlight_plan.scenarios.strategies import PipelinePart, UnknownStrategyError, strategy_named, variants
+from spotlight_plan.scenarios.strategy_scenario import scenario_of
 from spotlight_plan.search import Goal, corrected, search
 from spotlight_plan.strategy_runs import StrategyRuns
 from spotlight_rewards.base.errors import ConfigError

@@ -17,14 +17,7 @@ from test_launch_files import schema
 from spotlight.config.load import load_config
 from spotlight.config.schema import RunConfig
 from spotlight_plan import search as planning_search
-from spotlight_plan.candidates import (
-    Candidate,
-    Machine,
-    grid,
-    overrides_of,
-    prepared_for,
-    shape_of,
-)
+from spotlight_plan.candidates import Candidate, Machine, grid, overrides_of, prepared_for, shape_of
 from spotlight_plan.launch_files import (
     launch_files,
     launch_settings,
@@ -35,10 +28,11 @@ from spotlight_plan.launch_files import (
 from spotlight_plan.prices.quotes import PriceError, Quote
 from spotlight_plan.prices.sources import PriceQuery
 from spotlight_plan.scenarios import pricing
-from spotlight_plan.scenarios.prepare import prepare, scenario_of
+from spotlight_plan.scenarios.prepare import prepare
 from spotlight_plan.scenarios.scenario_file import ScenarioFile
 from spotlight_plan.scenarios.scenario_load import load_scenario
 from spotlight_plan.scenarios.strategies import strategy_named
+from spotlight_plan.scenarios.strategy_scenario import scenario_of
 from spotlight_plan.search import Goal, SearchResult, search
 from spotlight_rewards.base.errors import ConfigError
 

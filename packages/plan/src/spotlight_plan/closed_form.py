@@ -25,11 +25,12 @@ from spotlight.scheduler.policies.target.iteration_model import AmdahlTime
 from spotlight.scheduler.types import WeightKind
 from spotlight_plan.compare import SimulationOutcome
 from spotlight_plan.learning_speed import Explored, honest_target, learned_target
-from spotlight_plan.scenarios.prepare import Prepared, on_demand_node, terms_of
+from spotlight_plan.scenarios.prepared_scenario import Prepared
 from spotlight_plan.scenarios.presence import Figures, Presence, steady
-from spotlight_plan.scenarios.scenario_file import Target
+from spotlight_plan.scenarios.scenario_sections import Target
 from spotlight_plan.scenarios.side_costs import egress_of, standing_usd_h
 from spotlight_plan.scenarios.strategies import PipelinePart, SpotPlaces, Strategy
+from spotlight_plan.scenarios.strategy_scenario import on_demand_node, terms_of
 from spotlight_plan.simulation.virtual_rewards import RewardModel
 
 HORIZON_H = 24.0
@@ -131,7 +132,7 @@ class ClosedForm:
         notice_s: ahead of losses; None: as in the trace.
 
     Raises:
-        ConfigError: as :func:`~spotlight_plan.scenarios.prepare.scenario_of`.
+        ConfigError: as :func:`~spotlight_plan.scenarios.strategy_scenario.scenario_of`.
     """
 
     def __init__(

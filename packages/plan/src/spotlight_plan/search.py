@@ -42,10 +42,11 @@ from spotlight_plan.candidates import (
 from spotlight_plan.closed_form import HORIZON_H, ClosedForm, late
 from spotlight_plan.compare import PREVIEWS_WANTED, SimulationOutcome, run_tasks
 from spotlight_plan.prices.quotes import PriceError, Quote
-from spotlight_plan.scenarios.prepare import Prepared, at_starts
+from spotlight_plan.scenarios.prepared_scenario import Prepared, at_starts
 from spotlight_plan.scenarios.pricing import quotes_of
 from spotlight_plan.scenarios.profile import Profile, load_profile
-from spotlight_plan.scenarios.scenario_file import GeneratedTrace, ScenarioFile, Target
+from spotlight_plan.scenarios.scenario_file import ScenarioFile
+from spotlight_plan.scenarios.scenario_sections import GeneratedTrace, Target
 from spotlight_plan.scenarios.strategies import strategy_named
 from spotlight_plan.strategy_runs import StrategyRuns, grouped, known_or_inf, tasks_from_starts
 from spotlight_rewards.base.errors import ConfigError, Problem

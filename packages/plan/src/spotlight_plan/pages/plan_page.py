@@ -21,13 +21,9 @@ from spotlight_plan.pages.comparison_summary import (
     runs_record,
     usd,
 )
-from spotlight_plan.pages.explanation_charts import (
-    explanation_html,
-    explanation_notes,
-    explanation_record,
-)
+from spotlight_plan.pages.explanation_charts import explanation_html, explanation_notes, explanation_record
 from spotlight_plan.pages.verdict import verdict_text
-from spotlight_plan.scenarios.prepare import Prepared
+from spotlight_plan.scenarios.prepared_scenario import Prepared
 from spotlight_plan.scenarios.scenario_file import ScenarioFile
 from spotlight_plan.search import CONFIRMED, GAIN_MIN, EvaluatedCandidate, Goal, SearchResult
 from spotlight_plan.strategy_runs import StrategyRuns, known_or_inf
