@@ -16,7 +16,7 @@ from test_launch_files import schema
 
 from spotlight.config.load import load_config
 from spotlight.config.schema import RunConfig
-from spotlight_plan import search as planning_search
+from spotlight_plan import estimates as candidate_estimates
 from spotlight_plan.candidates import Candidate, Machine, grid, overrides_of, prepared_for, shape_of
 from spotlight_plan.launch_files import (
     launch_files,
@@ -80,7 +80,7 @@ WISH = (
 
 @pytest.fixture(autouse=True)
 def quotes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning_search, "quotes_of", lambda file, gpus, now, unread: QUOTES)
+    monkeypatch.setattr(candidate_estimates, "quotes_of", lambda file, gpus, now, unread: QUOTES)
 
 
 def test_nodes_are_whole_machines() -> None:
@@ -200,12 +200,12 @@ def test_clouds_that_could_not_be_read_are_reported(monkeypatch: pytest.MonkeyPa
         return QUOTES
 
     monkeypatch.setattr(pricing, "load_prices", load)
-    monkeypatch.setattr(planning_search, "quotes_of", pricing.quotes_of)
+    monkeypatch.setattr(candidate_estimates, "quotes_of", pricing.quotes_of)
     pricing_found = prepare(small(), ("spotlight",), NOW).pricing
     assert (
         pricing_found.caveat == "prices of vast could not be read, and may be lower: vast: no answer in 30 s"
     )
-    found = planning_search.Estimates(small(), NOW)
+    found = candidate_estimates.Estimates(small(), NOW)
     assert found.reasons() == ("vast: its prices could not be read: vast: no answer in 30 s",)
 
 
