@@ -97,7 +97,7 @@ def forward(
 def fusion(self: Any, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
     """As ``Krea2TextFusionBlock.forward``."""
     shape = hidden_states.shape
-    rows = hidden_states.reshape(1, -1, shape[-1])  # of up to 512 sequences a prompt, of 12 tokens each
+    rows = hidden_states.reshape(1, -1, shape[-1])  # each token of text is a sequence, and a grid's second side short
     by = Modulation(weight=self.norm1.weight)
     x, out, again = blocks.normed(rows, None, by, self.norm1.eps, offset=_OFFSET)
     branch = self.attn(out.view(shape), attention_mask=attention_mask, again=again)
