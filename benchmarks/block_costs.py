@@ -15,7 +15,8 @@ when the forward has returned, in tensors of [tokens, width].
 
 Timed, on this machine, for Qwen-Image: the host's milliseconds for a forward of 60 layers, most of which is
 Python and dispatch, with a width and pictures so small that arithmetic takes next to nothing. A GPU that
-computes for less than this waits for the host. Variants take turns; medians.
+computes for less than this waits for the host. Kernels of fused operators are compiled for a GPU, and all but
+the driver's own launch is done. Variants take turns; medians.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks._flop_counter import flop_counter
 from benchmarks._measure import Clock, machine, ratio, take_turns, wide_console
+from benchmarks._no_gpu import launches_nothing
 from spotlight.models import peft_layers
 from spotlight.models.condition import Condition
 from spotlight.models.experts import denoisers
@@ -357,8 +359,8 @@ def kept(variant: str, work: Work, mode: Mode, *, model: str = QWEN, kind: str =
 def host_seconds(rounds: int, layers: int = LAYERS) -> dict[str, list[float]]:
     """Of a narrow Qwen-Image's forward on one picture of one token, by variant."""
     config, work = _with_layers(QWEN, "num_layers", layers, NARROW), Work(16, 1, 4)
-    runs = {variant: make_forward(QWEN, config, variant, work, rank=1) for variant in VARIANTS}
-    with torch.no_grad():
+    runs = {variant: make_forward(QWEN, config, variant, work, rank=1) for variant in (*VARIANTS, FUSED)}
+    with torch.no_grad(), launches_nothing():
         return take_turns(runs, rounds, torch.device("cpu"), Clock.CPU)
 
 

@@ -5,7 +5,7 @@
     python -m benchmarks.soak --kills 40 --minutes 10 --spot-learner
 
 Starts ``spotlight train`` on a cluster of this machine whose spot nodes come, get notices (some) and are
-killed by a trace made from the seed. Beside it, a injector kills (SIGKILL) or stops (SIGSTOP, later SIGCONT)
+killed by a trace made from the seed. Beside it, an injector kills (SIGKILL) or stops (SIGSTOP, later SIGCONT)
 workers, reward processes, node agents, learner ranks, whole nodes, the head, and the head with all else on
 its node; after the last two the same command is started again. When enough was killed, or time is nearly up,
 the run is left alone until its next optimizer step, stopped by SIGTERM, and audited. With ``--spot-learner``
@@ -55,7 +55,7 @@ GONE_S = 20.0
 STOP_S = 120.0
 """How long a run may take from SIGTERM to its next checkpoint and its end."""
 ENDING_MOST_S = 150.0
-"""StoredBlob of the time, for the last step, the end and the audit."""
+"""Of the time, kept for the last step, the end and the audit."""
 UPTIME_S = 70.0
 """Mean time of a spot node until it is taken alone."""
 SLOTS = (2, 1)

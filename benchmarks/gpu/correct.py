@@ -36,6 +36,8 @@ from spotlight.training.learner import Learner
 BACKENDS = tuple(dict.fromkeys(["_native_math", *OFFERED.values(), "_native_flash", "_native_efficient"]))
 """diffusers' names, the reference first: all of ``model.attention``, and what torch itself chooses from."""
 STEPS = 4
+GPU_TESTS = ("tests/contract/test_cuda_ipc.py", "tests/e2e/test_gpu.py")
+"""Files; tests/gpu/test_rows.py is this suite again, on a tiny model."""
 
 
 def matmul_ceiling(lab: Lab) -> Outcome:
@@ -333,9 +335,7 @@ def gpu_tests(lab: Lab) -> Outcome:
     lab.drop()
     where = Path(__file__).resolve().parents[2]
     log = lab.home / "pytest.log"
-    # tests/gpu/test_rows.py is this suite again, on a tiny model.
-    folders = ["tests/contract/test_cuda_ipc.py", "tests/e2e/test_gpu.py"]
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-vv", "--timeout", "120", *folders]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-vv", "--timeout", "120", *GPU_TESTS]
     with log.open("w", encoding="utf-8") as out:
         try:
             code: int | None = subprocess.run(

@@ -51,6 +51,7 @@ from spotlight.testing.family_contract import (
     plain_pipeline,
 )
 from spotlight.training.learner import TrainingSample
+from spotlight.training.lora_export import save_lora, save_merged
 from spotlight.training.recompute import recompute
 from spotlight_files.lora_file import LORA_FILE, lora_folder, part_prefix, read_lora
 
@@ -291,7 +292,7 @@ def test_plain_diffusers_draws_our_pictures_with_trained_weights(
         latents, ours = draw(family, case, setting, model)
     lora = plain_pipeline(type(family), case, loaded.directory)
     assert np.abs(case.call(lora, family, latents, setting) - ours).max() > 100 * TOLERANCE
-    folder = family.save_lora(tmp_path / "lora", slots.state("policy"), slots.metadata()).parent
+    folder = save_lora(family, tmp_path / "lora", slots.state("policy"), slots.metadata()).parent
     pattern = COMFYUI_NAMES.get(name, r"transformer\..*")
     assert all(re.fullmatch(rf"{pattern}\.lora_[AB]\.weight", each) for each in load_file(folder / LORA_FILE))
     plain_loop.load_lora(lora, folder)
@@ -301,7 +302,7 @@ def test_plain_diffusers_draws_our_pictures_with_trained_weights(
     read = read_lora(family.pipeline_class, str(folder), parts).with_alpha(3.0).layers
     torch.testing.assert_close(dict(read), dict(slots.state("policy")))
     merged = plain_pipeline(
-        FAMILIES.load(case.name), case, family.save_merged(tmp_path / "merged", slots.merged_state("policy"))
+        FAMILIES.load(case.name), case, save_merged(family, tmp_path / "merged", slots.merged_state("policy"))
     )
     for what, pipe in (("lora", lora), ("merged", merged)):
         difference = float(np.abs(case.call(pipe, family, latents, setting) - ours).max())

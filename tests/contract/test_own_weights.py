@@ -21,6 +21,7 @@ from spotlight.models.peft_layers import LoraSpec
 from spotlight.models.slots import LoraSlots, Slot, WeightSlots
 from spotlight.report.loading import loading_snippet
 from spotlight.runtime.assembly import components as build
+from spotlight.training.lora_export import save_lora
 from spotlight_files.lora_file import read_lora
 from spotlight_files.model_errors import ModelError
 from spotlight_rewards.base.errors import ConfigError
@@ -58,7 +59,7 @@ def lora(random_pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> tup
     with torch.no_grad():
         for parameter in slots.parameters("policy").values():
             parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
-    family.save_lora(folder, slots.state("policy"), slots.metadata())
+    save_lora(family, folder, slots.state("policy"), slots.metadata())
     return folder, velocity(family, slots, "policy")
 
 

@@ -16,6 +16,7 @@ from spotlight.models.condition import Condition
 from spotlight.models.families.qwen_image import QwenImage
 from spotlight.models.media import MediaSize
 from spotlight.registry import FAMILIES
+from spotlight.training.lora_export import save_merged
 from spotlight_files.model_errors import ModelError
 from spotlight_files.pipeline_files import weight_files
 from spotlight_rewards.registry import RegistryError
@@ -189,7 +190,7 @@ def test_a_hub_model_in_the_hub_cache_is_used_offline(
         family.encode(["one red circle"])[0]["embeds"],
         local.encode(["one red circle"])[0]["embeds"],
     )
-    merged = family.save_merged(tmp_path / "merged", dict(local.transformer.state_dict()))
+    merged = save_merged(family, tmp_path / "merged", dict(local.transformer.state_dict()))
     assert (merged / "text_encoder" / "model.safetensors").is_file()
 
 

@@ -21,7 +21,7 @@ from spotlight.models.slots import CopySlots, LoraSlots, LoraSpec, WeightSlots
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import FinishedRollout, Recipe
 from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId
-from spotlight.training.lora_export import export_merged, measured_rounding
+from spotlight.training.lora_export import export_merged, measured_rounding, save_lora, save_merged
 from spotlight.training.sharding import Ranks
 from spotlight_files.model_errors import ModelError
 from spotlight_rewards.base.prompts import PromptId
@@ -79,7 +79,7 @@ def test_plain_diffusers_draws_our_picture_with_the_lora(
 ) -> None:
     slots = trained_lora(family, targets=targets)
     latents, ours = draw(family, slots)
-    file = family.save_lora(tmp_path / "lora", slots.state("policy"), slots.metadata())
+    file = save_lora(family, tmp_path / "lora", slots.state("policy"), slots.metadata())
     assert [file] == list((tmp_path / "lora").iterdir())
 
     pipe = QwenImagePipeline.from_pretrained(random_pipeline)
@@ -94,7 +94,7 @@ def test_plain_diffusers_draws_our_picture_with_the_lora(
 def test_an_exported_lora_names_only_what_every_peft_knows(family: QwenImage, tmp_path: Path) -> None:
     """diffusers gives each field to LoraConfig, and an older peft refuses those that it lacks."""
     slots = trained_lora(family)
-    with safe_open(family.save_lora(tmp_path, slots.state("policy"), slots.metadata()), "pt") as file:
+    with safe_open(save_lora(family, tmp_path, slots.state("policy"), slots.metadata()), "pt") as file:
         fields = json.loads(file.metadata()["lora_adapter_metadata"])
     said = {name.removeprefix("transformer."): value for name, value in fields.items()}
     assert said.keys() == {"r", "lora_alpha", "target_modules", "init_lora_weights"}
@@ -108,7 +108,7 @@ def test_who_ignores_the_metadata_of_a_lora_applies_the_same_update(
     """As ComfyUI: times alpha / rank if the file has an ``.alpha`` of the layer, else as it is."""
     slots = trained_lora(family)
     trained = slots.merged_state("policy")
-    tensors = load_file(family.save_lora(tmp_path, slots.state("policy"), slots.metadata()))
+    tensors = load_file(save_lora(family, tmp_path, slots.state("policy"), slots.metadata()))
     base = load_file(random_pipeline / "transformer" / "diffusion_pytorch_model.safetensors")
     layers = {name.rsplit(".lora_", 1)[0] for name in tensors}
     for layer in layers:
@@ -123,9 +123,9 @@ def test_who_ignores_the_metadata_of_a_lora_applies_the_same_update(
 
 def test_an_earlier_lora_is_replaced(family: QwenImage, tmp_path: Path) -> None:
     slots = trained_lora(family)
-    first = family.save_lora(tmp_path, slots.state("policy"), slots.metadata()).read_bytes()
+    first = save_lora(family, tmp_path, slots.state("policy"), slots.metadata()).read_bytes()
     slots.load_state("policy", {n: 2 * t for n, t in slots.state("policy").items()})
-    assert family.save_lora(tmp_path, slots.state("policy"), slots.metadata()).read_bytes() != first
+    assert save_lora(family, tmp_path, slots.state("policy"), slots.metadata()).read_bytes() != first
 
 
 @pytest.mark.parametrize("form", ["lora", "full"])
@@ -139,7 +139,7 @@ def test_plain_diffusers_draws_our_picture_with_the_merged_pipeline(
         slots = CopySlots(family.transformer)
         slots.load_state("policy", {n: 1.1 * t for n, t in slots.state("policy").items()})
     latents, ours = draw(family, slots)
-    merged = family.save_merged(tmp_path / "merged", slots.merged_state("policy"))
+    merged = save_merged(family, tmp_path / "merged", slots.merged_state("policy"))
     assert np.abs(plain(QwenImagePipeline.from_pretrained(merged), latents) - ours).max() <= 1e-5
     assert np.abs(plain(QwenImagePipeline.from_pretrained(random_pipeline), latents) - ours).max() > 0.01
     for path in random_pipeline.rglob("*"):
@@ -157,7 +157,7 @@ def test_merged_weights_are_cast_to_the_family_s_type(
     half = QwenImage.load(
         random_pipeline, device="cpu", dtype=torch.bfloat16, embeddings_cache=tmp_path / "embeds"
     )
-    merged = half.save_merged(tmp_path / "m", slots.merged_state("policy"))
+    merged = save_merged(half, tmp_path / "m", slots.merged_state("policy"))
     again = QwenImage.load(merged, device="cpu", dtype=torch.float32, embeddings_cache=tmp_path / "e")
     for name, tensor in again.transformer.state_dict().items():
         assert torch.equal(tensor, slots.state("policy")[name].bfloat16().float()), name
@@ -208,13 +208,13 @@ def test_what_bfloat16_files_lose_of_the_update_is_reported_and_float32_keeps_it
 
 def test_an_earlier_pipeline_gives_way_where_that_is_asked_for(family: QwenImage, tmp_path: Path) -> None:
     state = dict(family.transformer.state_dict())
-    merged = family.save_merged(tmp_path / "merged", state)
+    merged = save_merged(family, tmp_path / "merged", state)
     (merged / "of the earlier one").touch()
     (tmp_path / ".merged.replaced" / "left by a kill").mkdir(parents=True)
     with pytest.raises(ModelError, match=r"merged exists and is not empty"):
-        family.save_merged(merged, state)
+        save_merged(family, merged, state)
     state["proj_out.weight"] = state["proj_out.weight"] + 1
-    assert family.save_merged(merged, state, replace=True) == merged
+    assert save_merged(family, merged, state, replace=True) == merged
     again = QwenImage.load(merged, device="cpu", dtype=torch.float32, embeddings_cache=tmp_path / "e")
     assert torch.equal(again.transformer.state_dict()["proj_out.weight"], state["proj_out.weight"])
     assert not (merged / "of the earlier one").exists()
@@ -222,17 +222,17 @@ def test_an_earlier_pipeline_gives_way_where_that_is_asked_for(family: QwenImage
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "mine.txt").touch()
     with pytest.raises(ModelError, match=r"notes exists and is not empty"):
-        family.save_merged(tmp_path / "notes", state, replace=True)
+        save_merged(family, tmp_path / "notes", state, replace=True)
 
 
 def test_what_cannot_be_exported_is_said(family: QwenImage, tmp_path: Path) -> None:
     (tmp_path / "full" / "of").mkdir(parents=True)
     state = dict(family.transformer.state_dict())
     with pytest.raises(ModelError, match=r"full exists and is not empty: remove it"):
-        family.save_merged(tmp_path / "full", state)
+        save_merged(family, tmp_path / "full", state)
     state.pop("proj_out.weight")
     with pytest.raises(ModelError, match=r"(?s)not those of the transformer in .*proj_out\.weight"):
-        family.save_merged(tmp_path / "new", state)
+        save_merged(family, tmp_path / "new", state)
     assert not (tmp_path / "new").exists()
     with pytest.raises(ModelError, match="without layers"):
-        family.save_lora(tmp_path / "lora", {}, {})
+        save_lora(family, tmp_path / "lora", {}, {})

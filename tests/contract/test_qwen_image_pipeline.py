@@ -145,7 +145,8 @@ def test_sigmas_handed_out_are_not_shared(family: QwenImage) -> None:
 
 @pytest.mark.parametrize("tokens", [64, 256, 4096, 9000])
 def test_shift_is_the_pipelines(tokens: int) -> None:
-    assert shift(tokens, 256, 8192, 0.5, 0.9) == calculate_shift(tokens, 256, 8192, 0.5, 0.9)
+    config = {"max_image_seq_len": 8192, "max_shift": 0.9}
+    assert shift(tokens, config) == calculate_shift(tokens, 256, 8192, 0.5, 0.9)
 
 
 def test_prompts_are_embedded_as_by_the_pipeline(family: QwenImage, pipeline: QwenImagePipeline) -> None:

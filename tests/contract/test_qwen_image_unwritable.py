@@ -10,6 +10,7 @@ import torch
 from spotlight.models.families.qwen_image import QwenImage
 from spotlight.models.peft_layers import LoraSpec
 from spotlight.models.slots import LoraSlots
+from spotlight.training.lora_export import save_lora, save_merged
 from spotlight_files.model_errors import ModelError
 
 
@@ -21,7 +22,7 @@ def test_a_place_that_cannot_be_written_is_reported(random_pipeline: Path, tmp_p
     file = tmp_path / "file"
     file.write_text("mine")
     with pytest.raises(ModelError, match=r"cannot write the LoRA to .*file/lora: .* Free some space"):
-        family.save_lora(file / "lora", slots.state("policy"), slots.metadata())
+        save_lora(family, file / "lora", slots.state("policy"), slots.metadata())
     with pytest.raises(ModelError, match=r"cannot write the merged pipeline to .*file/merged: .* Free some"):
-        family.save_merged(file / "merged", slots.merged_state("policy"))
+        save_merged(family, file / "merged", slots.merged_state("policy"))
     assert file.read_text() == "mine"

@@ -43,7 +43,6 @@ import sys
 from importlib.machinery import PathFinder
 
 OURS = {{"benchmarks", "spotlight", "tests", "cython_runtime"}}
-OURS |= {{f"spotlight_{{package}}" for package in ("fleet", "kernels", "plan", "rewards")}}
 ALLOWED = set({allowed!r}.split()) | set(sys.stdlib_module_names) | OURS
 
 class OnlyThere(PathFinder):
@@ -126,17 +125,48 @@ def test_the_testbeds_target_is_one_that_cpus_reached() -> None:
     assert there["cpu_s"] > on_cpu(0.0)["cpu_s"] > 0
 
 
+@pytest.fixture
+def bare_machine(tmp_path: Path) -> dict[str, str]:
+    """Environment of a process with nothing but what a GPU machine has."""
+    packages = " ".join(path.name for path in ROOT.glob("packages/*/src/spotlight_*"))
+    (tmp_path / "sitecustomize.py").write_text(GUARD.format(allowed=f"{THERE} {CARRIED} {packages}"))
+    paths = [str(tmp_path), str(ROOT / "src"), *map(str, ROOT.glob("packages/*/src")), str(ROOT)]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def test_all_rows_can_be_imported_with_nothing_but_what_a_gpu_machine_has(
+    bare_machine: dict[str, str],
+) -> None:
+    modules = {row.function.partition(":")[0] for row in ROWS}
+    program = f"""
+import importlib, sys, pytest
+from benchmarks.gpu.correct import GPU_TESTS
+for name in {sorted(modules | {"benchmarks.gpu.runner"})!r}:
+    importlib.import_module(name)
+sys.exit(pytest.main(["--collect-only", "-m", "gpu", *GPU_TESTS]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env=bare_machine,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("part", ["A", "B", "C", "D"])
-def test_a_part_runs_through_with_nothing_but_what_a_gpu_machine_has(part: str, tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(GUARD.format(allowed=f"{THERE} {CARRIED}"))
+def test_a_part_runs_through_with_nothing_but_what_a_gpu_machine_has(
+    part: str, bare_machine: dict[str, str], tmp_path: Path
+) -> None:
     found = tmp_path / "found.json"
-    paths = [str(tmp_path), str(ROOT / "src"), *map(str, ROOT.glob("packages/*/src")), str(ROOT)]
     done = subprocess.run(
         [sys.executable, *f"-m benchmarks.gpu --part {part} --tiny --minutes 20 --json {found}".split()],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        env=bare_machine,
         capture_output=True,
         text=True,
         check=False,

@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from spotlight.config.load import load_config
 from spotlight.runtime import run as inline_run
-from spotlight.store.ledger import sqlite_ledger
+from spotlight.store.ledger import ledger_file
 
 HOLD = """
 import sqlite3, sys
@@ -74,7 +74,7 @@ def limit_collectives(seconds: float) -> None:
 def work(rank: int, port: int, arguments: list[str], pipe: object) -> None:
     os.environ |= {"WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    sqlite_ledger._LOOK_S = 0.1
+    ledger_file._LOOK_S = 0.1
     gather = inline_run._gather
 
     def gathered(*given: object) -> object:

@@ -200,11 +200,31 @@ def test_functions_of_modules_are_named_and_others_copied(tmp_path: Path) -> Non
         ({"rollout": {"stepps": 3}}, "Cannot use the arguments of train:"),
         ({"prompts": 3}, "prompts: found 3; expected a file, texts"),
         ({"test_prompts": [None]}, "test_prompts: found None; expected texts"),
+        ({"test_prompts": []}, "test_prompts: found []; expected at least one of texts"),
+        ({"prompts": b"a cat"}, "prompts: found b'a cat'; expected a file, texts"),
+        ({"rewards": [{"weight": 2.0}]}, "rewards.0.name: found nothing"),
+        *(
+            ({"algorithm": wrong}, f"algorithm: found {wrong!r}; expected a name, or a dictionary of keys")
+            for wrong in (5, False, [], ["awm"], object)
+        ),
+        *(
+            ({"model": wrong}, f"model: found {wrong!r}; expected a path, a hub")
+            for wrong in (5, False, [], object)
+        ),
+        *(
+            ({"config": wrong}, f"config: found {wrong!r}; expected a configuration")
+            for wrong in (5, {}, True, b"a")
+        ),
+        *(
+            ({"plain": wrong}, f"plain: found {wrong!r}; expected True or False")
+            for wrong in (1, None, "yes")
+        ),
+        ({"stage": "rl"}, "stage: found 'rl'; expected none, since no stages are configured. Leave it out."),
     ],
 )
 def test_arguments_of_a_wrong_kind_are_named(given: dict[str, Any], found: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=re.escape(found)):
-        spotlight.train(cache_dir=tmp_path, **given)
+        spotlight.train(cache_dir=tmp_path, runs_dir=tmp_path, **given)
 
 
 def test_prompts_are_texts_rows_or_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

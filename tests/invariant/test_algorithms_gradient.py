@@ -18,6 +18,7 @@ from spotlight.config.sections.gradient_algorithms import OPSDConfig, ReFLConfig
 from spotlight.diffusion.samplers import ODE
 from spotlight.models.family import ModelFamily
 from spotlight.rollout.engine import Engine
+from spotlight.rollout.reward_gradients import with_gradient
 from spotlight.rollout.state import FinishedRollout, Recipe, SampleTensors
 from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId
 from spotlight.training.batching.batch import TrainingSample, stack
@@ -174,7 +175,10 @@ def test_the_gradient_goes_through_the_vae_to_the_latents(world: World) -> None:
     generator = torch.Generator().manual_seed(2)
     latents = torch.randn(family.latent_shape(SIZE), generator=generator)
     by_pixels = torch.randn(SIZE.height, SIZE.width, 3, generator=generator)
-    found = family.latent_gradient(latents, by_pixels.numpy(), SIZE)
+    made = roll_out(world, family, 2, "final", None)
+    sample = replace(made, tensors=replace(made.tensors, final=latents))
+    found = with_gradient(family, sample, by_pixels.numpy(), SIZE).tensors.gradient
+    assert found is not None
     assert found.shape == latents.shape
 
     def value(at: Tensor) -> float:
@@ -189,8 +193,8 @@ def test_the_gradient_goes_through_the_vae_to_the_latents(world: World) -> None:
 
 def sample_of(world: World, tensors: SampleTensors, at: int) -> TrainingSample:
     gradient = torch.randn(tensors.final.shape, generator=torch.Generator().manual_seed(at))
-    with_gradient = replace(tensors, gradient=gradient)
-    return TrainingSample(f"a-{at}", "a", at - 1.5, world.conditions[0], at, 0, with_gradient)
+    given = replace(tensors, gradient=gradient)
+    return TrainingSample(f"a-{at}", "a", at - 1.5, world.conditions[0], at, 0, given)
 
 
 @pytest.mark.parametrize("name", ["opsd", "refl"])

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +42,22 @@ def launches() -> set[Launch]:
         types = tuple(tensor.dtype for tensor in tensors)
         noted.add((kernel._function, types, numbers, constants, tuple(options.items())))
 
-    on_cpu = torch.library.Library("spotlight_kernels", "IMPL")
-    for name in ("join_heads", "join_heads_backward", "add_norm", "add_norm_backward"):
-        on_cpu.impl(name, getattr(registered, f"_{name}"), "CPU")
-    with pytest.MonkeyPatch.context() as patch:
+    with _launched_from_a_cpu(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(Kernel, "launch", note)
         patch.setattr(triton, "next_power_of_2", lambda width: WIDE)
         for make in CASES.values():
             _run(make().to(torch.bfloat16).requires_grad_(False))
-    on_cpu._destroy()
     return noted
+
+
+@contextmanager
+def _launched_from_a_cpu() -> Iterator[None]:
+    """Operators that do on CPU tensors what they do on a GPU's."""
+    on_cpu = torch.library.Library("spotlight_kernels", "IMPL")
+    for name in ("join_heads", "join_heads_backward", "add_norm", "add_norm_backward"):
+        on_cpu.impl(name, getattr(registered, f"_{name}"), "CPU")
+    yield
+    on_cpu._destroy()
 
 
 def _run(block: Any) -> None:
@@ -63,6 +71,41 @@ def _run(block: Any) -> None:
     found = block(**arguments)
     outputs = [each for each in (found if isinstance(found, tuple) else (found,)) if each is not None]
     torch.autograd.backward(outputs, [torch.ones_like(each) for each in outputs])
+
+
+class _Looked:
+    """A kernel in Triton's own hands, which looks at every argument; what it returns launches at once."""
+
+    def __init__(self) -> None:
+        self.looked = self.launched = 0
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        self.looked += 1
+        return lambda *arguments, **options: {(*grid, 1, 1)[:3]: self._launch}
+
+    def _launch(self, *arguments: Any) -> None:
+        self.launched += 1
+
+
+@pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted in this process")
+@pytest.mark.parametrize("name", CASES)
+def test_what_was_launched_before_is_launched_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # that of CPU tensors
+    kernels = [
+        getattr(registered, f"{part}_{way}") for part in ("heads", "rows") for way in ("forward", "backward")
+    ]
+    looks = [_Looked() for _ in kernels]
+    for kernel, look in zip(kernels, looks, strict=True):
+        monkeypatch.setattr(kernel, "_function", look)
+        monkeypatch.setattr(kernel, "_known", {})
+    block = CASES[name]().to(torch.bfloat16).requires_grad_(False)
+    with _launched_from_a_cpu():
+        _run(block)
+        first = [look.looked for look in looks]
+        _run(block)
+    assert sum(first) > 0
+    assert [look.looked for look in looks] == first
+    assert sum(look.launched for look in looks) >= sum(first)
 
 
 def compiled(launch: Launch) -> Any:

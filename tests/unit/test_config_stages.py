@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from spotlight.api.arguments import overrides_of
 from spotlight.cli.main import app
 from spotlight.config.load import load_config
 from spotlight.config.training_stages import stage_names
@@ -43,6 +44,8 @@ def test_a_stage_has_the_common_settings_below_its_own(tmp_path: Path) -> None:
     assert (warm.algorithm.train_timesteps, warm.learner.lora.rank) == (1, 2)
     assert (rl.name, rl.iterations, rl.learner.lora.rank, rl.learner.lora.alpha) == ("chain-rl", 5, 2, 8.0)
     assert (rl.algorithm.name, rl.algorithm.model_dump()["beta"]) == ("diffusion-nft", 0.5)
+    (quoted,) = overrides_of({"stage": "rl"})  # as an argument of Python
+    assert load_config(path, ["runs_dir=there", quoted]) == rl
     assert [each.model.lora for each in (warm, rl, more)] == [None, "there/chain-warm/lora", None]
 
 
@@ -57,7 +60,7 @@ def test_a_command_overrides_its_stage(tmp_path: Path) -> None:
     [
         (FILE, [], "stage: found nothing; expected one of warm, rl, more. All, one after another: spotlight"),
         (FILE, ["stage=worm"], "stage: found 'worm'; expected one of warm, rl, more. Did you mean 'warm'"),
-        ("iterations: 5", ["stage=rl"], r"stage: found 'rl'; expected none, since \S+ has no stages"),
+        ("iterations: 5", ["stage=rl"], "stage: found 'rl'; expected none, since no stages are configured"),
         ("stages: [a]", [], "stages: found list; expected settings by the name of each stage"),
         ("stages: {a: 5}", [], "stages.a: found 5; expected settings"),
         ("stages: {a: {name: b}}", ["stage=a"], "stages.a.name: found 'b'; expected nothing. Set it for all"),

@@ -16,8 +16,8 @@ from spotlight.config.load import dump_config, load_config
 from spotlight.data.datasets import Prompts
 from spotlight.runtime.attempt import RunResult, open_attempt
 from spotlight.runtime.observer import Observer
+from spotlight.store.ledger import ledger_file
 from spotlight.store.ledger import ledger_queries as queries
-from spotlight.store.ledger import sqlite_ledger
 from spotlight.store.ledger.ledger_schema import Ending
 from spotlight.store.ledger.sqlite_ledger import SqliteLedger
 from spotlight.store.run_directory import RunDirectory
@@ -65,7 +65,7 @@ class Heard(list[str]):
 
 @pytest.fixture(autouse=True)
 def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sqlite_ledger, "_LOOK_S", 0.05)
+    monkeypatch.setattr(ledger_file, "_LOOK_S", 0.05)
 
 
 def test_what_is_written_under_a_lock_is_written_when_it_is_released(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def test_policies_are_asked_in_the_order_of_the_registry() -> None:
 
 
 def test_a_checkpoint_of_an_older_version_has_the_state_of_exploration() -> None:
-    tree = Controller(USED["exploration"], PROMPTS, []).snapshot()
+    tree = Controller(USED["exploration"], PROMPTS, []).snapshot().to_dict()
     assert isinstance(tree["policies"], dict)
     older = {key: value for key, value in tree.items() if key != "policies"}
     older["exploration"] = tree["policies"]["exploration"]

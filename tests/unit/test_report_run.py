@@ -287,6 +287,14 @@ def test_the_card_is_a_folder_of_its_own_with_all_it_shows(run: RunRecord) -> No
     assert "Survived 1 interruption" in text
 
 
+def test_the_card_of_a_full_fine_tune_says_how_it_is_used_where_a_bucket_keeps_it(run: RunRecord) -> None:
+    config = build_config({"name": "demo", "learner": {"mode": "full"}}, "test")
+    kept = replace(run, config=config, weights=None)
+    assert "from_pretrained('PATH/TO/merged')" in card_text(kept, [], []).split("## Use")[1]
+    begun = replace(kept, history=replace(run.history, attempts=()))
+    assert "## Use" not in card_text(begun, [], []), "nothing is exported yet"
+
+
 def test_the_card_shows_what_judges_that_were_not_trained_on_say(run: RunRecord) -> None:
     rewards = [{"name": "reader"}, {"name": "ocr", "weight": 0, "label": "judge"}]
     sections = {"rewards": rewards, "evaluation": {"strict": "reader/exact"}}

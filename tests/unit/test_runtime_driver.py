@@ -12,7 +12,8 @@ from typing import cast
 import numpy as np
 import pytest
 
-from spotlight.runtime.inline import InlineDriver, InlineParts, _encode, _Scoring
+from spotlight.runtime.inline import InlineDriver, InlineParts, _Scoring
+from spotlight.runtime.shared_pictures import encoded, whole_groups
 from spotlight.scheduler.cluster.queue import PullQueue
 from spotlight.scheduler.events import StopRequested
 from spotlight.scheduler.types import DropReason, Phase, PolicyVersion, Purpose, Rollout, RolloutId
@@ -141,10 +142,9 @@ def test_ranks_take_whole_groups_in_turn() -> None:
         {name: np.full((1, 1, 3), at, np.uint8) for at, name in enumerate(names) if at % 2 == rank}
         for rank in (0, 1)
     ]
-    sent = [{name: _encode(each) for name, each in own.items()} for own in made]
-    parts = [SimpleNamespace(ranks=SimpleNamespace(rank=r, world=2, share=lambda _: sent)) for r in (0, 1)]
-    drivers = [InlineDriver(cast(InlineParts, part)) for part in parts]
-    for expected in (["ac", "b"], ["b", "ac"]):  # the next submission goes on where this one ended
-        found = [each._whole_groups(own, groups) for each, own in zip(drivers, made, strict=True)]
+    sent = [{name: encoded(each) for name, each in own.items()} for own in made]
+    ranks = [cast(Ranks, SimpleNamespace(rank=r, world=2, share=lambda _: sent)) for r in (0, 1)]
+    for turn, expected in ((0, ["ac", "b"]), (3, ["b", "ac"])):  # the next goes on where this one ended
+        found = [whole_groups(own, groups, rank, turn) for rank, own in zip(ranks, made, strict=True)]
         assert [list(own) for own in found] == [[n for n in names if n[0] in which] for which in expected]
         assert all(own[name][0, 0, 0] == names.index(name) for own in found for name in own)

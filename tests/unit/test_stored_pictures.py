@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from PIL import Image
 
 from spotlight.cli.runs.train import driver_of
@@ -173,11 +172,11 @@ def test_large_pictures_are_encoded_one_at_a_time(tmp_path: Path) -> None:
     family, size = load_tiny(tmp_path), MediaSize(512, 512)
     asked: list[int] = []
 
-    def encode(pictures: NDArray[np.uint8], of: MediaSize) -> torch.Tensor:
-        asked.append(len(pictures))
-        return torch.zeros(len(pictures), *family.latent_shape(of))
+    def encode(frames: torch.Tensor, of: MediaSize) -> torch.Tensor:
+        asked.append(len(frames))
+        return torch.zeros(len(frames), *family.latent_shape(of))
 
-    family.encode_pictures = encode  # type: ignore[method-assign]
+    family.encode_frames = encode  # type: ignore[method-assign]
     prompt = Prompt(PromptId("p"), "a cat", {"pictures": paths})
     rollouts = [
         Rollout(RolloutId(f"a-{at}"), Purpose.TRAIN, 0, prompt.id, at, at, 3, PolicyVersion(0))

@@ -61,7 +61,7 @@ def test_a_shifted_texture_has_the_flow_it_was_shifted_by(right: int, down: int)
     assert np.abs(np.median(inner, axis=(0, 1)) - (right, down)).max() < 0.1
     found = moving(shifted(right, down))
     expected = 100 * np.hypot(right, down) / np.hypot(96, 96)
-    assert found["magnitude"] == pytest.approx(expected, rel=0.1)
+    assert found["magnitude_percent_per_frame"] == pytest.approx(expected, rel=0.1)
     assert found["consistency"] > 0.9
 
 
@@ -78,7 +78,15 @@ def test_a_still_video_scores_least_and_noise_little() -> None:
 def test_more_motion_scores_more_up_to_enough() -> None:
     scores = [moving(shifted(right, 0))["score"] for right in (1, 2, 3)]
     assert scores == sorted(scores)
-    assert moving(shifted(3, 0), enough=0.5)["score"] == moving(shifted(3, 0), enough=0.5)["consistency"]
+    enough = moving(shifted(3, 0), enough_percent_per_frame=0.5)
+    assert enough["score"] == enough["consistency"]
+
+
+def test_the_magnitude_is_per_frame_whatever_the_frame_rate() -> None:
+    twice, once = moving(shifted(2, 0)), moving(shifted(2, 0)[::2])
+    assert once["magnitude_percent_per_frame"] == pytest.approx(
+        2 * twice["magnitude_percent_per_frame"], rel=0.1
+    )
 
 
 @pytest.mark.parametrize("turned", [lambda v: v[:, ::-1], lambda v: v[:, :, ::-1], lambda v: v[::-1]])
@@ -93,7 +101,9 @@ def test_motion_is_the_same_mirrored_and_backwards(turned: Any) -> None:
 def test_large_videos_are_measured_as_small_ones() -> None:
     small = shifted(3, 0)[:3]
     large = small.repeat(4, 1).repeat(4, 2)
-    assert moving(large)["magnitude"] == pytest.approx(moving(small)["magnitude"], rel=0.1)
+    assert moving(large)["magnitude_percent_per_frame"] == pytest.approx(
+        moving(small)["magnitude_percent_per_frame"], rel=0.1
+    )
 
 
 @pytest.mark.parametrize("amplitude", [0, 1, 7, 30])
@@ -165,7 +175,7 @@ def test_what_cannot_be_scored_is_named(tmp_path: Path) -> None:
             flicker([], [], [], cells=cells)  # type: ignore[arg-type]
     for enough in (0, -1, float("inf"), float("nan"), True, "a"):
         with pytest.raises(RewardSetupError, match="expected above 0"):
-            OpticalFlow(enough=enough).check([], [])  # type: ignore[arg-type]
+            OpticalFlow(enough_percent_per_frame=enough).check([], [])  # type: ignore[arg-type]
     for wrong in (picture, picture[None]):
         with pytest.raises(ValueError, match="at least 2 frames"):
             OpticalFlow()([wrong], [""], [{}])

@@ -9,7 +9,8 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from types import NoneType, UnionType
+from typing import Any, NoReturn, TypeAlias, get_args
 
 from spotlight_rewards.base.errors import ConfigError, Problem
 from spotlight_rewards.base.files import write_atomically
@@ -68,12 +69,27 @@ def stand_ins_of(rewards: object) -> list[dict[str, Any]]:
 def _stand_in(reward: object) -> dict[str, Any]:
     section = dict(reward) if isinstance(reward, Mapping) else {"name": reward}
     given = section.get("name", "")
-    return {**section, "name": given if isinstance(given, str) else label_of(given)}
+    return section if isinstance(given, str) else {**section, "name": label_of(given)}
 
 
 def label_of(function: object) -> str:
     """Of the curve of a function that is copied."""
     return str(getattr(function, "__name__", type(function).__name__)).strip("<>")
+
+
+def require_kind(
+    call: str, key: str, found: object, kind: type | UnionType | tuple[str, ...], expected: str
+) -> None:
+    """Raise ConfigError unless an argument is of a kind, or one of the texts; True is no number."""
+    if isinstance(kind, tuple):
+        optional, right = True, found in kind
+    else:
+        kinds = {*(get_args(kind) or (kind,))}
+        optional = bool({bool, NoneType} & kinds)
+        right = isinstance(found, kind) and (bool in kinds or not isinstance(found, bool))
+    if not right:
+        remedy = "Give one, or leave it out." if optional else "Give one."
+        raise ConfigError(f"the arguments of {call}", [Problem(key, repr(found), expected, remedy)])
 
 
 def _refuse(key: str, found: object, expected: str, remedy: str) -> NoReturn:
@@ -144,7 +160,7 @@ def _records(key: str, prompts: Any, kept: Path) -> list[dict[str, Any]]:
     elif hasattr(prompts, "to_list"):
         prompts = _filled(prompts.to_list())
     expected = "texts, or rows whose column 'prompt' is one"
-    if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
+    if isinstance(prompts, Mapping | bytes) or not isinstance(prompts, Iterable):
         _refuse(key, prompts, f"a file, {expected}", "Give a list.")
     found: dict[PromptId, Prompt] = {}
     for number, each in enumerate(prompts):
@@ -160,6 +176,8 @@ def _records(key: str, prompts: Any, kept: Path) -> list[dict[str, Any]]:
             earlier = f"each prompt once; it is {key}[{list(found).index(prompt.id)}] too"
             _refuse(f"{key}[{number}]", each, earlier, "Leave it out, as list(dict.fromkeys(texts)) does.")
         found[prompt.id] = prompt
+    if not found:
+        _refuse(key, [], f"at least one of {expected}", "Give some, or leave it out.")
     given = list(found.values())
     prompts = with_found_pictures(given, key, kept)
     return [

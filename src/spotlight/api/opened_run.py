@@ -7,9 +7,11 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from spotlight.api.arguments import overrides_of, require_kind
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.run_store import Wanted, stored_run, stored_runs
 from spotlight_rewards.base.file_errors import StoreError
@@ -93,6 +95,7 @@ class Run:
 
     def pictures(self, iteration: int) -> Path:
         """The grid of held-out pictures after so many iterations. Raises StoreError if there is none."""
+        require_kind("pictures", "iteration", iteration, Integral, "a number of iterations")
         path = RunPaths(self._bring(Wanted.PICTURES)).images / f"iteration-{iteration:06d}.png"
         if not path.is_file():
             found = sorted(each.stem for each in path.parent.glob("iteration-*.png"))
@@ -108,6 +111,7 @@ class Run:
         from spotlight.store.picture_names import TRAINING, tiles_of
         from spotlight.store.shown_media import place_of
 
+        require_kind("training_pictures", "iteration", iteration, Integral, "an iteration's number")
         paths = RunPaths(self._bring(Wanted.PICTURES))
         notes = [note for each in tiles_of(paths, iteration, TRAINING) if (note := read_tile_note(each))]
         if not notes:
@@ -140,10 +144,10 @@ class Run:
         Raises:
             OtherConfigurationError: a key cannot change; the message names the ways out.
         """
-        from spotlight.api.arguments import overrides_of
         from spotlight.api.train_run import trained
         from spotlight.config.load import load_run
 
+        require_kind("train", "plain", plain, bool, "True or False")
         run = self._bring(Wanted.LIGHT)
         return trained(load_run(run, [*self._place, *overrides_of(keys)]), plain=plain)
 
@@ -156,13 +160,13 @@ class Run:
             OtherConfigurationError: a key is changed that the saved weights are of.
             StoreError: no such checkpoint, or another run has this name.
         """
-        from spotlight.api.arguments import overrides_of
         from spotlight.cli.runs.train import in_a_folder
         from spotlight.config.load import load_run
         from spotlight.runtime.resuming.course import fork
 
+        require_kind("fork", "iteration", iteration, Integral | None, "a checkpoint's iteration")
         run = self._bring(Wanted.ALL)
-        config = load_run(run, [*self._place, *overrides_of(keys), f"name={name}"], forks=True)
+        config = load_run(run, [*self._place, *overrides_of({**keys, "name": name})], forks=True)
         with in_a_folder(config, log.info) as local:
             fork(run, local, iteration)
         return open(config.runs_dir / name)
@@ -190,6 +194,11 @@ class Run:
         from spotlight.report.loading import whole_base_note
         from spotlight.runtime.inference import TrainedRun
 
+        require_kind("export", "directory", directory, str | Path, "a folder's path")
+        require_kind("export", "iteration", iteration, Integral | None, "a checkpoint's iteration")
+        require_kind("export", "best", best, str | bool, "True, False, or a curve's name")
+        require_kind("export", "merged", merged, bool, "True or False")
+        require_kind("export", "device", device, ("auto", "cpu", "cuda"), "auto, cpu or cuda")
         by = (best if isinstance(best, str) else "") if best else None
         run = self._bring(Wanted.CHECKPOINT if iteration is None and not best else Wanted.ALL)
         trained = TrainedRun.open(run, device=device, iteration=iteration, best=by)
@@ -240,6 +249,7 @@ def open(directory: str | Path) -> Run:
     """
     from spotlight.cli.run_argument import run_named
 
+    require_kind("open", "directory", directory, str | Path, "a run's directory, name or address")
     text = str(directory)
     if (kept := stored_runs(Path(text).parent)) is not None:
         text = f"{kept.address}/{Path(text).name}"

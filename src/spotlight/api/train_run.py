@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from spotlight.api.arguments import (
     RewardArgument,
     overrides_of,
     prompt_files,
+    require_kind,
     rewards_of,
     stand_ins_of,
 )
@@ -63,6 +64,10 @@ def train(
             command, before any work.
         RunStoppedError: the run stopped by an error.
     """
+    require_kind("train", "config", config, str | Path | None, "a configuration file's path")
+    require_kind("train", "plain", plain, bool, "True or False")
+    require_kind("train", "model", model, str | Path | Mapping | None, "a path, a hub id, or a dictionary")
+    require_kind("train", "algorithm", algorithm, str | Mapping | None, "a name, or a dictionary of keys")
     sections = {
         "model": {"path": str(model)} if isinstance(model, str | Path) else model or {},
         "algorithm": {"name": algorithm} if isinstance(algorithm, str) else algorithm or {},

@@ -40,7 +40,7 @@ from spotlight.cluster.workers.worker_pool import WorkerPool
 from spotlight.models.shared.flop_count import Compute
 from spotlight.rollout.serialization import unpack_image
 from spotlight.runtime.assembly.preview_settings import report_note, report_row
-from spotlight.runtime.observer import Observer, tell_stop
+from spotlight.runtime.observer import Observer, stop_note, tell_stop
 from spotlight.runtime.recorder import Picture, RunRecorder, shown, shown_in_step
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
@@ -191,7 +191,7 @@ class Head:
         parts.accounts.observe(event, effects, now, parts.recorder)
         match event:
             case ev.StopRequested():
-                tell_stop(parts.observer, controller.stop_note, at_once=controller.stops_at_once)
+                tell_stop(parts.observer, stop_note(controller), at_once=controller.stops_at_once)
             case ev.WeightsPulled(worker):
                 parts.workers.prove(worker)
             case ev.NodeLost(machine):

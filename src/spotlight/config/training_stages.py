@@ -64,14 +64,19 @@ def take_stage(tree: dict[str, Any], overrides: Sequence[str], source: str) -> t
     stages = _stages_in(tree, source)
     tree.pop(_STAGES, None)
     others = [each for each in overrides if not each.startswith(_CHOICE)]
-    chosen = [each.removeprefix(_CHOICE) for each in overrides if each.startswith(_CHOICE)]
+    # Arguments of Python are quoted.
+    chosen = [each.removeprefix(_CHOICE).strip('"') for each in overrides if each.startswith(_CHOICE)]
     if not stages and not chosen:
         return ChosenStage(), others
     names = list(stages)
-    expected = f"one of {', '.join(names)}" if names else f"none, since {source} has no stages"
+    expected = f"one of {', '.join(names)}" if names else "none, since no stages are configured"
     if not chosen or chosen[-1] not in stages:
         found = repr(chosen[-1]) if chosen else "nothing"
-        remedy = "Name one." if chosen else f"All, one after another: spotlight train {source}"
+        remedy = (
+            ("Name one." if names else "Leave it out.")
+            if chosen
+            else f"All, one after another: spotlight train {source}"
+        )
         problem = Problem("stage", found, expected, did_you_mean(chosen[-1] if chosen else "", names, remedy))
         raise ConfigError(source, [problem])
     at = names.index(chosen[-1])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from spotlight.config.schema import RunConfig
 from spotlight.data.section_names import under
-from spotlight.data.stored_data import folder_text, with_pairs
+from spotlight.data.stored_data import PAIR_FILES, folder_text, with_pairs
 from spotlight.scheduler.seeds import prompts_of_iteration, spares_of_iteration
 from spotlight.testbed import TESTBEDS
 from spotlight_rewards.base.errors import ConfigError, Problem
@@ -38,11 +38,13 @@ class Columns:
         text: the prompt.
         references: pictures that the prompt is about; None: those of ``references`` alone.
         kept: where pictures lie that data sets hold.
+        files: what rewards read as a file.
     """
 
     text: str = PROMPT
     references: str | None = None
     kept: Path | None = None
+    files: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +161,13 @@ def _columns_of(config: RunConfig, key: str) -> Columns:
     kept = config.cache / PICTURES_FOLDER
     if getattr(config.data, key) in TESTBEDS:
         return Columns(kept=kept)
-    return Columns(config.data.prompt_column, config.data.reference_column, kept)
+    data = config.data
+    return Columns(data.prompt_column, data.reference_column, kept, files_read(config))
+
+
+def files_read(config: RunConfig) -> tuple[str, ...]:
+    """Keys of metadata that the run's rewards read as files, beside ``references``."""
+    return tuple(each.reads_file_of for each in config.rewards if each.reads_file_of is not None)
 
 
 def load_prompts(config: RunConfig) -> Prompts:
@@ -274,7 +282,9 @@ def _text_of(key: str, path: Path, columns: Columns) -> str:
     if _is_pictures(path):
         return folder_text(path)
     split = key.rpartition(".")[2]
-    return with_pairs(read_text(path, split, columns.text, columns.references, columns.kept), columns.text)
+    files = *PAIR_FILES, *columns.files
+    text = read_text(path, split, columns.text, columns.references, columns.kept, files)
+    return with_pairs(text, columns.text)
 
 
 _READ_NOWHERE = {

@@ -1,7 +1,7 @@
 """A DiT family over a diffusers pipeline. A new family is one module with a subclass of :class:`ModelFamily`
 and one line of :data:`spotlight.registry.FAMILIES`.
 
-The base class locates and checks the pipeline, loads its parts, caches embeddings and exports. A family
+The base class locates and checks the pipeline, loads its parts and caches embeddings. A family
 states its facts (``FamilyTraits``) and implements ``read_dimensions``, ``embed``, ``condition_shapes``,
 ``predict`` and ``decode_frames``, the pipeline's arithmetic taken apart.
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self
@@ -37,7 +37,7 @@ from spotlight.models.kernels.attention import explaining_masks
 from spotlight.models.media import MediaSize as MediaSize
 from spotlight.models.shared.checks import require_equal
 from spotlight.models.shared.flop_count import ForwardLog
-from spotlight.models.shared.noise_levels import scheduler_config, shift
+from spotlight.models.shared.noise_levels import falling, scheduler_config, shift
 from spotlight.models.shared.quantised import Quantize
 from spotlight.models.shared.transformer_files import (
     TransformerFiles,
@@ -45,22 +45,14 @@ from spotlight.models.shared.transformer_files import (
     load_transformers,
     weight_sources,
 )
-from spotlight.models.skeleton import load_weights, persistent_buffers
+from spotlight.models.skeleton import load_weights
 from spotlight.models.text.prompt_encoder import EmbeddingsCache, PromptEncoder, called_versions
 from spotlight.models.tiny import write_pipeline
-from spotlight_files import pipeline_export
 from spotlight_files.model_errors import ModelError as ModelError
-from spotlight_files.model_errors import storing
 from spotlight_files.pipeline_files import (
     PipelineFiles,
     is_denoiser,
-    transformer_names,
     without_transformer_weights,
-)
-
-_NOT_STORED = (
-    "Free some space there or name a directory that can be written, then run the same command again: "
-    "the run's checkpoints are as they were."
 )
 
 
@@ -251,11 +243,6 @@ class ModelFamily(FamilyTraits, ABC):
             f"model.family={self.name} takes none: use a family that edits pictures"
         )
 
-    @classmethod
-    def decoded_pixels(cls, size: MediaSize) -> int:
-        """For the memory plan: pixels of one sample that :meth:`decode_frames` works on at once."""
-        return size.pixels
-
     def latent_shape(self, size: MediaSize) -> tuple[int, ...]:
         """Of one sample's latents, in the layout that the pipeline denoises (see :attr:`packed`)."""
         self.check_size(size)
@@ -275,62 +262,6 @@ class ModelFamily(FamilyTraits, ABC):
     def first_transformer(self, sigma: Tensor) -> Tensor | None:
         """[batch] bool, rows for the first of two transformers; None: there is one."""
         return None
-
-    @classmethod
-    def size_arguments(cls, height: int, width: int, frames: int) -> dict[str, object]:
-        """What the diffusers pipeline's call takes for a size."""
-        size: dict[str, object] = {"height": height, "width": width}
-        return size | {"num_frames": frames} if cls.video else size
-
-    @classmethod
-    def call_arguments(cls, scale: float, embedded: float | None) -> dict[str, object]:
-        """What the same call takes for this guidance, besides ``negative_prompt``.
-
-        Args:
-            scale: of true guidance.
-            embedded: see :attr:`Guidance.embedded`.
-        """
-        arguments: dict[str, object] = {} if cls.guidance_argument is None else {cls.guidance_argument: scale}
-        return arguments if embedded is None else arguments | {"guidance_scale": embedded}
-
-    @classmethod
-    def negative_argument(cls, prompt: str) -> str:
-        """The same call's argument for a negative prompt, as code."""
-        return f"negative_prompt={prompt!r}"
-
-    @classmethod
-    def check_text_limit(cls, tokens: int) -> None:
-        """Raise :class:`ModelError` (``max_text_tokens is ..``) beyond :attr:`text_tokens_max`."""
-        if not 1 <= tokens <= cls.text_tokens_max:
-            raise ModelError(f"max_text_tokens is {tokens}; expected 1 to {cls.text_tokens_max}")
-
-    @classmethod
-    def check_guidance(cls, files: PipelineFiles, scale: float, key: str = "true_cfg_scale") -> None:
-        """Raise :class:`ModelError` (``<key> is ..``) if the pipeline has no true guidance, or ignores it."""
-        if scale > 1 and cls.guidance_argument is None:
-            raise ModelError(
-                f"{key} is {scale:g}; expected 1: {cls.pipeline_class} takes no negative prompt. Set it to "
-                "1; its guidance is rollout.embedded_guidance"
-            )
-
-    @classmethod
-    def check_steps(cls, files: PipelineFiles, steps: int, key: str = "steps") -> None:
-        """Raise :class:`ModelError` (``<key> is ..``) if the pipeline has another number of steps."""
-
-    @classmethod
-    def check_split(cls, degree: int, tokens: int, text_tokens: int) -> None:
-        """Raise :class:`ModelError` (``degrees has ..``) if forwards cannot be split over ``degree`` GPUs.
-
-        Args:
-            tokens: of one sample.
-            text_tokens: limit per prompt.
-        """
-
-    @classmethod
-    def check_reference_split(
-        cls, files: PipelineFiles, degree: int, tokens: int, text_tokens: int, reference: str
-    ) -> None:
-        """As :meth:`check_split`, of samples with this reference picture; errors name the whole key."""
 
     def adapt(self, transformer: nn.Module) -> None:
         """Change how a transformer of diffusers' computes, not what."""
@@ -365,21 +296,9 @@ class ModelFamily(FamilyTraits, ABC):
     def dynamic_shift(self, steps: int, size: MediaSize) -> dict[str, float]:
         """The scheduler's argument ``mu``, if its shift depends on the size: by default linear in tokens."""
         config = self.scheduler.config
-        if not config.get("use_dynamic_shifting"):
-            return {}
-        mu = shift(
-            self.dimensions.tokens(size),
-            config.get("base_image_seq_len", 256),
-            config.get("max_image_seq_len", 4096),
-            config.get("base_shift", 0.5),
-            config.get("max_shift", 1.15),
+        return (
+            {"mu": shift(self.dimensions.tokens(size), config)} if config.get("use_dynamic_shifting") else {}
         )
-        return {"mu": mu}
-
-    @classmethod
-    def transformers(cls, files: PipelineFiles) -> list[str]:
-        """Component names of the pipeline's transformers."""
-        return [name for name in transformer_names(cls.components) if files.component_class(name) is not None]
 
     # -- what is the same for all ---------------------------------------------------------------------------
 
@@ -494,72 +413,13 @@ class ModelFamily(FamilyTraits, ABC):
     @torch.no_grad()
     def decode_float(self, latents: Tensor, size: MediaSize) -> NDArray[np.float32]:
         """Decode final latents: [batch, frames, height, width, 3] float32 in [0, 1]."""
-        decoded = self.decode_frames(latents.to(self.device, torch.float32), size)
-        frames = (decoded * 0.5 + 0.5).clamp(0, 1).permute(0, 2, 3, 4, 1)
-        return frames.cpu().float().numpy()
-
-    def latent_gradient(self, latents: Tensor, gradient: NDArray[np.float32], size: MediaSize) -> Tensor:
-        """Of a value by one picture's final latents, in their shape on the CPU, through the VAE in float32.
-
-        Args:
-            gradient: of the value by the picture's pixels in [0, 1], [height, width, 3].
-        """
-        if getattr(self.vae, "_supports_gradient_checkpointing", False):
-            self.vae.enable_gradient_checkpointing()  # a decoder's activations take gigabytes
-        leaf = latents[None].to(self.device, torch.float32).requires_grad_()
-        with torch.enable_grad():
-            pixels = (self.decode_frames(leaf, size) * 0.5 + 0.5).clamp(0, 1)
-        by_pixels = torch.from_numpy(gradient.copy()).to(self.device).permute(2, 0, 1)[None, :, None]
-        (found,) = torch.autograd.grad(pixels, leaf, by_pixels)
-        return found[0].cpu()
-
-    @torch.no_grad()
-    def encode_pictures(self, pictures: NDArray[np.uint8], size: MediaSize) -> Tensor:
-        """Float32 latents of [batch, height, width, 3] uint8, on the device; inverse of :meth:`decode`."""
-        frames = torch.from_numpy(pictures.copy()).to(self.device).permute(0, 3, 1, 2).unsqueeze(2)
-        return self.encode_frames(frames.float() / 127.5 - 1, size)
+        frames = self.decode_frames(latents.to(self.device, torch.float32), size)
+        return (frames * 0.5 + 0.5).clamp(0, 1).permute(0, 2, 3, 4, 1).cpu().float().numpy()
 
     def decode(self, latents: Tensor, size: MediaSize) -> NDArray[np.uint8]:
         """Decode final latents: [batch, frames, height, width, 3] uint8."""
         frames: NDArray[np.uint8] = (self.decode_float(latents, size) * 255).round().astype(np.uint8)
         return frames
-
-    def save_lora(
-        self, directory: Path, layers: Mapping[str, Tensor], metadata: Mapping[str, object]
-    ) -> Path:
-        """Write a LoRA for plain diffusers' ``load_lora_weights``; returns the file.
-
-        ``layers`` is peft's adapter state dict; ``metadata`` peft's LoraConfig fields.
-        """
-        with storing("the LoRA", directory, _NOT_STORED):
-            names = list(denoisers(self.transformer))
-            return pipeline_export.save_lora(directory, layers, metadata, names, self.native_layers)
-
-    def save_merged(
-        self,
-        directory: Path,
-        state: Mapping[str, Tensor],
-        *,
-        replace: bool = False,
-        dtype: torch.dtype | None = None,
-    ) -> Path:
-        """Write a whole pipeline directory whose transformer holds ``state``; returns it.
-
-        ``state`` needs parameters only: buffers never change.
-        An existing pipeline directory is an error unless ``replace`` is set.
-
-        Args:
-            dtype: of the files; default: the model's.
-        """
-        with storing("the merged pipeline", directory, _NOT_STORED):
-            return pipeline_export.save_merged(
-                self.files,
-                self.components,
-                directory,
-                persistent_buffers(self.transformer) | dict(state),
-                self.dtype if dtype is None else dtype,
-                replace=replace,
-            )
 
     def _embed(self, pipeline: Any, prompt: ModelInput) -> dict[str, Tensor]:
         if isinstance(prompt, Instruction):
@@ -590,13 +450,7 @@ class ModelFamily(FamilyTraits, ABC):
     def _visited_sigmas(self, steps: int, size: MediaSize) -> Tensor:
         with np.errstate(invalid="ignore"):
             self.set_timesteps(steps, size)
-        sigmas: Tensor = self.scheduler.sigmas.float().cpu().clone()
-        if not bool((sigmas.diff() < 0).all()):  # NaN included: one step with shift_terminal divides 0 by 0
-            raise ModelError(
-                f"{steps} denoising steps give the noise levels {sigmas.tolist()} with the scheduler of "
-                f"{self.files.root}; expected falling ones: use at least 2 steps"
-            )
-        return sigmas
+        return falling(self.scheduler.sigmas.float().cpu().clone(), self.files)
 
 
 # -- latents between the layout that a transformer denoises and the one that a VAE decodes ------------------
@@ -643,17 +497,3 @@ def encode_normalised(vae: Any, frames: Tensor) -> Tensor:
     latents: Tensor = vae.encode(frames).latent_dist.mode()
     mean, std = latent_statistics(vae, latents)
     return (latents - mean) / std
-
-
-def encode_image(vae: Any, frames: Tensor) -> Tensor:
-    """The inverse of :func:`decode_image`: [batch, channels, height, width]."""
-    latents: Tensor = vae.encode(frames.squeeze(2)).latent_dist.mode()
-    scaled: Tensor = (latents - vae.config.shift_factor) * vae.config.scaling_factor
-    return scaled
-
-
-def decode_image(vae: Any, latents: Tensor) -> Tensor:
-    """Undo an image VAE's scale and shift and decode: [batch, 3, 1, height, width]."""
-    scaled = latents / vae.config.scaling_factor + vae.config.shift_factor
-    decoded: Tensor = vae.decode(scaled, return_dict=False)[0]
-    return decoded.unsqueeze(2)

@@ -15,7 +15,7 @@ from spotlight.models.media import MediaSize
 from spotlight.registry import FAMILIES
 from spotlight_files.lora_names import LayerNames, Layout
 from spotlight_files.model_errors import ModelError
-from spotlight_files.pipeline_files import PipelineComponent, PipelineFiles, locate
+from spotlight_files.pipeline_files import PipelineComponent, PipelineFiles, locate, transformer_names
 from spotlight_rewards.registry import RegistryError
 
 
@@ -237,7 +237,7 @@ def _of_another_family(pipeline_class: object) -> str:
 
 
 class FamilyTraits:
-    """What holds for every model of a family, as class attributes."""
+    """What holds for every model of a family, as class attributes and methods."""
 
     name: ClassVar[str]
     """As in the registry."""
@@ -325,3 +325,69 @@ class FamilyTraits:
     def planned_text_tokens(cls, words: int, most: int) -> int:
         """Estimated tokens of a prompt of ``words`` words: two per word plus a template's, up to ``most``."""
         return most if cls.pads_prompts else min(2 * words + 6, most)
+
+    @classmethod
+    def decoded_pixels(cls, size: MediaSize) -> int:
+        """For the memory plan: pixels of one sample that :meth:`decode_frames` works on at once."""
+        return size.pixels
+
+    @classmethod
+    def size_arguments(cls, height: int, width: int, frames: int) -> dict[str, object]:
+        """What the diffusers pipeline's call takes for a size."""
+        size: dict[str, object] = {"height": height, "width": width}
+        return size | {"num_frames": frames} if cls.video else size
+
+    @classmethod
+    def call_arguments(cls, scale: float, embedded: float | None) -> dict[str, object]:
+        """What the same call takes for this guidance, besides ``negative_prompt``.
+
+        Args:
+            scale: of true guidance.
+            embedded: see :attr:`Guidance.embedded`.
+        """
+        arguments: dict[str, object] = {} if cls.guidance_argument is None else {cls.guidance_argument: scale}
+        return arguments if embedded is None else arguments | {"guidance_scale": embedded}
+
+    @classmethod
+    def negative_argument(cls, prompt: str) -> str:
+        """The same call's argument for a negative prompt, as code."""
+        return f"negative_prompt={prompt!r}"
+
+    @classmethod
+    def check_text_limit(cls, tokens: int) -> None:
+        """Raise :class:`ModelError` (``max_text_tokens is ..``) beyond :attr:`text_tokens_max`."""
+        if not 1 <= tokens <= cls.text_tokens_max:
+            raise ModelError(f"max_text_tokens is {tokens}; expected 1 to {cls.text_tokens_max}")
+
+    @classmethod
+    def check_guidance(cls, files: PipelineFiles, scale: float, key: str = "true_cfg_scale") -> None:
+        """Raise :class:`ModelError` (``<key> is ..``) if the pipeline has no true guidance, or ignores it."""
+        if scale > 1 and cls.guidance_argument is None:
+            raise ModelError(
+                f"{key} is {scale:g}; expected 1: {cls.pipeline_class} takes no negative prompt. Set it to "
+                "1; its guidance is rollout.embedded_guidance"
+            )
+
+    @classmethod
+    def check_steps(cls, files: PipelineFiles, steps: int, key: str = "steps") -> None:
+        """Raise :class:`ModelError` (``<key> is ..``) if the pipeline has another number of steps."""
+
+    @classmethod
+    def check_split(cls, degree: int, tokens: int, text_tokens: int) -> None:
+        """Raise :class:`ModelError` (``degrees has ..``) if forwards cannot be split over ``degree`` GPUs.
+
+        Args:
+            tokens: of one sample.
+            text_tokens: limit per prompt.
+        """
+
+    @classmethod
+    def check_reference_split(
+        cls, files: PipelineFiles, degree: int, tokens: int, text_tokens: int, reference: str
+    ) -> None:
+        """As :meth:`check_split`, of samples with this reference picture; errors name the whole key."""
+
+    @classmethod
+    def transformers(cls, files: PipelineFiles) -> list[str]:
+        """Component names of the pipeline's transformers."""
+        return [name for name in transformer_names(cls.components) if files.component_class(name) is not None]

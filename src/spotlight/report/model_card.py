@@ -79,11 +79,13 @@ def card_text(run: RunRecord, pictures: list[str], charts: list[str]) -> str:
         sections += ["## Scores", _scores(run)]
     if pictures:
         sections += ["## Gallery", *(f"![{_alt(name)}]({name})" for name in pictures)]
-    if run.weights is not None:
-        snippet = loading_snippet(run.config, run.weights.resolve(), prompt=run.example_prompt)
-        where = "the LoRA" if run.config.learner.mode == "lora" else "the model"
-        hint = f"Once {where} is on a hub, its id takes the place of the path."
-        if run.config.learner.mode == "lora":
+    lora, weights = run.config.learner.mode == "lora", run.weights
+    if weights is None and not lora and run.history.state == "finished":
+        weights = run.paths.path / "merged"  # a bucket keeps it: too large to be brought for its name
+    if weights is not None:
+        snippet = loading_snippet(run.config, weights.resolve(), prompt=run.example_prompt)
+        hint = f"Once {'the LoRA' if lora else 'the model'} is on a hub, its id takes the place of the path."
+        if lora:
             hint = " ".join(filter(None, (hint, _where_it_loads(run.config), whole_base_note(run.config))))
         sections += ["## Use", f"```python\n{without_places(snippet)}\n```\n\n{hint}"]
     if charts:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 from torch import Tensor
@@ -45,12 +46,14 @@ class StoredPictures:
             for rollout, path in zip(rollouts, paths, strict=True)
         ]
 
+    @torch.no_grad()
     def _encoded(self, pictures: Sequence[NDArray[np.uint8]], size: MediaSize) -> Iterator[Tensor]:
         """Latents on the CPU; an encoder needs as much memory per pixel as a decoder."""
         together = size.decoded_together(len(pictures))
         for start in range(0, len(pictures), together):
-            stacked = np.stack(pictures[start : start + together])
-            yield from self.family.encode_pictures(stacked, size).cpu()
+            stacked = torch.from_numpy(np.stack(pictures[start : start + together])).to(self.family.device)
+            frames = stacked.permute(0, 3, 1, 2).unsqueeze(2)
+            yield from self.family.encode_frames(frames.float() / 127.5 - 1, size).cpu()
 
     def _path(self, rollout: Rollout) -> Path:
         pictures = self.prompts[rollout.prompt_id].pictures

@@ -242,7 +242,7 @@ def _closing(attempt: Attempt, account: Callable[[RunRecorder], None]) -> Iterat
         if isinstance(error, Exception):
             log.exception("the run failed")
         ending = Ending.STOPPED if isinstance(error, KeyboardInterrupt) else Ending.FAILED
-        attempt.recorder.ledger.waits = False  # a second signal ends at once
+        attempt.recorder.ledger.file.waits = False  # a second signal ends at once
         with suppress(StoreError):  # a full disk fails here too; the next attempt closes this one
             _close(attempt.recorder, account, ending)
         raise

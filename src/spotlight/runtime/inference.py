@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from spotlight.config.load import load_dump
 from spotlight.config.schema import RunConfig
 from spotlight.config.sections.model import ModelConfig
+from spotlight.data.datasets import Columns, files_read
 from spotlight.data.media_size import media_size
 from spotlight.dry_run.model_checks import require_references, require_supported
 from spotlight.models.condition import ModelInput, model_input
@@ -190,7 +191,8 @@ class TrainedRun:
         if prompts_file is None:
             prompts: Sequence[Prompt] = build.load_held_out(config)
         else:
-            prompts = build.read_prompts("--prompts", prompts_file)
+            columns = Columns(files=files_read(config))
+            prompts = build.read_prompts("--prompts", prompts_file, columns=columns)
         count = images_per_prompt or config.evaluation.images_per_prompt
         rollouts = [
             self._rollout(

@@ -14,28 +14,28 @@ rollouts, scores) are shared before they become events.
 from __future__ import annotations
 
 import time
-from base64 import b64decode, b64encode
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import assert_never
 
-import numpy as np
 from torch import nn
 
 from spotlight.models.slots import Slot, WeightSlots
 from spotlight.rollout.engine import Engine
+from spotlight.rollout.reward_gradients import with_gradient
 from spotlight.rollout.state import FailedRollout, FinishedRollout
 from spotlight.rollout.stored_pictures import StoredPictures
 from spotlight.runtime.assembly.components import Recipes
 from spotlight.runtime.assembly.preview_settings import report_note, report_row
 from spotlight.runtime.clock import PhaseClock
 from spotlight.runtime.main_turn import MainTurn
-from spotlight.runtime.observer import NotScored, Observer, tell_stop
+from spotlight.runtime.observer import NotScored, Observer, stop_note, tell_stop
 from spotlight.runtime.recorder import Picture, Recorder, shown, shown_in_step
+from spotlight.runtime.shared_pictures import everyones, whole_groups
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.controller import Controller
@@ -179,11 +179,9 @@ class InlineDriver:
     _group: ef.FormGroup | None = None
     _seen: LeaseId | None = None
     _scoring: deque[_Scoring] = field(default_factory=deque)
-    _error: str | None = None
-    _over: bool = False
+    _finish: ef.FinishRun | None = None
     _stop_requested: bool = False
     _stopping: bool = False
-    _stopped: bool = False
     _to_train: list[int] = field(default_factory=list)
     _spent: Counter[Phase] = field(default_factory=Counter)
     _denoised: Counter[Phase] = field(default_factory=Counter)
@@ -191,18 +189,18 @@ class InlineDriver:
     def run(self) -> str | None:
         """Run until the controller is done. Returns its error if it had to stop early."""
         self._events.extend([ev.RunStarted(), ev.NodeJoined(NODE)])
-        while not self._over:
+        while self._finish is None:
             event = self._next_event()
             effects = self.parts.controller.handle(event, self.parts.clock.elapsed_s)
             if isinstance(event, ev.StopRequested):
                 controller = self.parts.controller
-                tell_stop(self.parts.observer, controller.stop_note, at_once=controller.stops_at_once)
+                tell_stop(self.parts.observer, stop_note(controller), at_once=controller.stops_at_once)
             if isinstance(event, ev.GroupPulled) and not any(isinstance(e, ef.GrantLease) for e in effects):
                 raise RuntimeError("rollouts are outstanding, but the only worker was granted none")
             for effect in effects:
                 self._carry_out(effect)
         self._account()
-        return self._error
+        return self._finish.error
 
     def request_stop(self) -> None:
         """Stop where a resume is exact. Only sets a flag, so a signal handler may call it."""
@@ -211,7 +209,7 @@ class InlineDriver:
     @property
     def stopped(self) -> bool:
         """Whether :meth:`request_stop`, on any rank, ended the run early."""
-        return self._stopped
+        return self._finish is not None and self._finish.stopped
 
     def _next_event(self) -> ev.Event:
         # Where ranks wait for each other anyway, about once per lease, micro-batch and iteration.
@@ -258,8 +256,14 @@ class InlineDriver:
         match effect:
             case ef.WriteRecord(position, record):
                 self.parts.recorder.write(position, record)
-            case ef.StartWorker() | ef.PullWeights() | ef.FormGroup():
-                self._answer(effect)
+            case ef.StartWorker(worker, _, _, epoch):
+                self._events.append(ev.WorkerStarted(worker, epoch))
+            case ef.PullWeights(worker, epoch, version, lineage):
+                # Engine and learner share one module, so the new version is already loaded.
+                self._events.append(ev.WeightsPulled(worker, epoch, version, lineage))
+            case ef.FormGroup(leader, epoch):
+                self._group = effect
+                self._events.append(ev.GroupFormed(leader, epoch))
             case ef.GrantLease(lease, rollouts):
                 self.parts.recorder.grant(effect)
                 self._denoise(lease, rollouts)
@@ -297,8 +301,8 @@ class InlineDriver:
                 self._events.append(ev.WeightsPublished(version))
             case ef.CommitCheckpoint():
                 self._checkpoint(effect)
-            case ef.FinishRun(error, stopped):
-                self._error, self._stopped, self._over = error, stopped, True
+            case ef.FinishRun():
+                self._finish = effect
             case ef.StopGroup() | ef.AbandonLease() | ef.RollBack():
                 raise RuntimeError(f"{effect} for a cluster of one worker, which answers at once")
             case ef.RestoreLearner() | ef.PrepareLearner() | ef.EndLearner():
@@ -307,17 +311,6 @@ class InlineDriver:
                 raise RuntimeError(f"{effect} for one machine, which stays")
             case _:
                 assert_never(effect)
-
-    def _answer(self, effect: ef.StartWorker | ef.PullWeights | ef.FormGroup) -> None:
-        match effect:
-            case ef.StartWorker(worker, _, _, epoch):
-                self._events.append(ev.WorkerStarted(worker, epoch))
-            case ef.PullWeights(worker, epoch, version, lineage):
-                # Engine and learner share one module, so the new version is already loaded.
-                self._events.append(ev.WeightsPulled(worker, epoch, version, lineage))
-            case ef.FormGroup(leader, epoch):
-                self._group = effect
-                self._events.append(ev.GroupFormed(leader, epoch))
 
     def _denoise(self, lease: Lease, rollouts: Sequence[Rollout]) -> None:
         parts = self.parts
@@ -389,7 +382,8 @@ class InlineDriver:
         images = {each.id: self._samples[each.id].image for each in rollouts if each.id in self._samples}
         groups = {each.id: self._groups.pop(each.id) for each in rollouts} if self._groups else {}
         if groups and self.parts.ranks.world > 1:
-            images = self._whole_groups(images, groups)
+            images = whole_groups(images, groups, self.parts.ranks, self._group_turn)
+            self._group_turn += len({*groups.values()})
         mine = tuple(rollout for rollout in rollouts if rollout.id in images)
         prompts = [self.parts.controller.prompts[rollout.prompt_id] for rollout in mine]
         future = self.parts.rewards.submit(
@@ -413,27 +407,7 @@ class InlineDriver:
         family, size = self.parts.feed.learner.family, self.parts.denoiser.recipes.train.size
         for name, result in zip(scoring.mine, batch.samples, strict=True):
             if isinstance(result, ScoredSample) and name in self._samples:
-                assert result.gradient is not None, "rewards without one are refused when they are loaded"
-                sample = self._samples[name]
-                gradient = family.latent_gradient(sample.tensors.final, result.gradient, size)
-                tensors = replace(sample.tensors, gradient=gradient)
-                self._samples[name] = replace(sample, tensors=tensors)
-
-    def _whole_groups(
-        self, images: Mapping[RolloutId, Picture], groups: Mapping[RolloutId, SampleGroup]
-    ) -> dict[RolloutId, Picture]:
-        """The pictures of this rank's groups, made on any rank; ranks take the groups in turn."""
-        ranks, turn = self.parts.ranks, self._group_turn
-        owner = {group: (turn + at) % ranks.world for at, group in enumerate(dict.fromkeys(groups.values()))}
-        self._group_turn = (turn + len(owner)) % ranks.world
-        everyones = dict(images)
-        for group, rank in owner.items():  # one at a time, for the memory of their copies
-            made = {i: _encode(images[i]) for i in images if groups[i] == group} if rank != ranks.rank else {}
-            for shared in ranks.share(made):
-                if rank == ranks.rank:
-                    everyones |= {i: _decode(each) for i, each in shared.items()}
-        mine = [each for each, group in groups.items() if owner[group] == ranks.rank and each in everyones]
-        return {each: everyones[each] for each in mine}
+                self._samples[name] = with_gradient(family, self._samples[name], result.gradient, size)
 
     def _stopping_failure(self) -> bool:
         """Whether a sample already failed so as to stop the run, so that denoising may end early.
@@ -475,20 +449,17 @@ class InlineDriver:
         self._account()
         with self.parts.clock.phase(Phase.EVALUATION):
             trained = self.parts.controller.ledger.trained
-            row = self.parts.recorder.evaluation(effect, trained, self._pictures(effect))
+            grid = shown(effect.issued, *self.parts.grid)
+            there = self._shown(each.id for each in grid if each.id in effect.scores)
+            pictures = {each: there.get(each.id) for each in grid}
+            row = self.parts.recorder.evaluation(effect, trained, pictures)
         self.parts.observer.evaluated(effect.iteration, row)
         self._events.append(ev.EvaluationReported(effect.iteration, effect.lineage))
 
-    def _pictures(self, effect: ef.ReportEvaluation) -> dict[Rollout, Picture | None]:
-        grid = shown(effect.issued, *self.parts.grid)
-        everyones = self._everyones(rollout.id for rollout in grid if rollout.id in effect.scores)
-        return {each: everyones.get(each.id) for each in grid}
-
-    def _everyones(self, samples: Iterable[RolloutId]) -> dict[RolloutId, Picture]:
+    def _shown(self, samples: Iterable[RolloutId]) -> dict[RolloutId, Picture]:
         """Pictures of samples that are on any rank; collective."""
-        mine = {each: _encode(self._samples[each].image) for each in samples if each in self._samples}
-        shares = self.parts.ranks.share(mine)
-        return {each: _decode(encoded) for share in shares for each, encoded in share.items()}
+        mine = {each: self._samples[each].image for each in samples if each in self._samples}
+        return everyones(mine, self.parts.ranks)
 
     def _train(
         self, effect: ef.PrepareBatch | ef.TrainMicroBatch | ef.StepOptimizer | ef.FinishBatch
@@ -511,7 +482,7 @@ class InlineDriver:
                     )
                 case ef.StepOptimizer(iteration, update, samples, zeros):
                     if kept := shown_in_step(self.parts.controller, self.parts.training_pictures_every):
-                        pictures = self._everyones(rollout.id for rollout in kept)
+                        pictures = self._shown(rollout.id for rollout in kept)
                         self.parts.recorder.training(iteration, kept, pictures)
                     report = learner.step(samples, zeros)
                     self._events.append(
@@ -561,12 +532,3 @@ def _will_stop(scoring: _Scoring) -> bool:
         return True
     expendable = bool(scoring.rollouts) and all(r.purpose is Purpose.EXPLORE for r in scoring.rollouts)
     return bool(future.result().failures) and not expendable
-
-
-def _encode(picture: Picture) -> str:
-    return f"{'x'.join(map(str, picture.shape))}:{b64encode(picture.tobytes()).decode()}"
-
-
-def _decode(encoded: str) -> Picture:
-    size, _, content = encoded.partition(":")
-    return np.frombuffer(bytearray(b64decode(content)), np.uint8).reshape(*map(int, size.split("x")))

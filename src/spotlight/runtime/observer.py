@@ -6,6 +6,8 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 
+from spotlight.scheduler.controller import Controller
+from spotlight.scheduler.stages import Stage
 from spotlight.scheduler.types import Phase
 
 
@@ -39,6 +41,16 @@ def tell_stop(observer: Observer, note: str, *, at_once: bool) -> None:
     """What a stop waits for, and how long, as far as that is measured."""
     left_s = observer.left_s()
     observer.note(note if at_once or math.isnan(left_s) else f"{note}: about {left_s:.0f} s")
+
+
+def stop_note(controller: Controller) -> str:
+    """What is left to do, and what is lost, when the run was asked to stop."""
+    iteration = controller.iteration
+    if controller.stage is Stage.OVER:
+        return f"a resumed run begins iteration {iteration} again"
+    if not controller.stops_at_once:
+        return f"iteration {iteration} is trained to its end first, since updates of it are applied"
+    return f"the checkpoint that iteration {iteration} begins with is written first"
 
 
 class NotScored:

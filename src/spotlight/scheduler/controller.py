@@ -37,7 +37,6 @@ Invariants: those of the ledger (checked after every event) and of the queue (se
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 from spotlight.scheduler import events as ev
@@ -51,7 +50,6 @@ from spotlight.scheduler.effects import (
     Effect,
     FinishRun,
     PublishWeights,
-    ReportEvaluation,
     ReportPipeline,
     RollBack,
     StepOptimizer,
@@ -61,6 +59,7 @@ from spotlight.scheduler.effects import (
 from spotlight.scheduler.fleet.make_fleet import make_fleet
 from spotlight.scheduler.iteration import Snapshot
 from spotlight.scheduler.learner.learner_life import LearnerLife
+from spotlight.scheduler.learner.trainer_rollouts import TrainerRollouts
 from spotlight.scheduler.ledger import Ledger
 from spotlight.scheduler.plan import Plan as Plan
 from spotlight.scheduler.plan import require_usable
@@ -100,12 +99,12 @@ class Controller:
         self._watching = overriding(self.policies, Policy.after_event)
         self._filling = overriding(self.policies, Policy.fill)
         self._timed = overriding(self.policies, Policy.wake_s)
-        self._budgeting = overriding(self.policies, Policy.trainer_budget)
         self.training = TrainingTasks(plan, self.work, 0)
+        self._trainers = TrainerRollouts(self.policies, self.dispatcher)
         self._now = self._task_s = 0.0
         self._task_overlaps = False
         self.fleet = make_fleet(plan, self.cluster)
-        self.learner = LearnerLife(plan.ranks, self.fleet, self._snapshot(), plan.ranks_min)
+        self.learner = LearnerLife(plan.ranks, self.fleet, self.snapshot(), plan.ranks_min)
         self._undo: list[Effect] = []
         self._stopping = False
         self._begun = self.learner.committed, 0
@@ -155,11 +154,13 @@ class Controller:
             self._place_learner()
             self._learn()
         if self.stage is not Stage.OVER:
-            self._set_trainer_budget()
+            untasked = self.learner.works and self.training.task is None
+            self._trainers.set_budget(self.training, self.stage, untasked=untasked)
             if self.stage in LOOKS_AHEAD:
                 for policy in self._filling:
                     policy.fill(self.iteration, now)
-            self._serve()
+            self.dispatcher.serve()
+            self._trainers.budget_left(self.cluster.serving.trainer_budget)
         # Records come first: drivers make them durable before a checkpoint that an effect asks for.
         # A rollback precedes them, because it truncates the ledger they are appended to.
         records = [WriteRecord(*numbered) for numbered in self.ledger.take_records()]
@@ -205,7 +206,8 @@ class Controller:
                 # A state that is saved early no longer waits for the report.
                 if lineage == self.cluster.lineage and self.stage is not Stage.COMMITTING:
                     self._stages.move(Trigger.EVALUATION_REPORTED)
-                    self._evaluation_reported()
+                    self.work.evaluation_reported()
+                    self._all_arrived()
             case ev.WeightsPublished(version):
                 self._published(version)
             case ev.CheckpointCommitted():
@@ -272,8 +274,7 @@ class Controller:
         begins_s = self._now if self._commits_behind else None
         due_s = (policy.wake_s(self._now) for policy in self._timed)
         alarms = (self.queue.next_deadline_s, self.cluster.next_s, self.fleet.next_s, begins_s, *due_s)
-        times = [at_s for at_s in alarms if at_s is not None]
-        return min(times, default=None)
+        return min((at_s for at_s in alarms if at_s is not None), default=None)
 
     def check(self) -> None:
         """Assert every invariant, in O(rollouts of the iteration)."""
@@ -318,10 +319,10 @@ class Controller:
     def _advance(self) -> None:
         if self.work.stopping is not None:
             self._stopping = True
-            if self._updated:
-                self._stop(self.work.stopping)
-            else:
+            if self.stops_at_once:
                 self._stop_where_exact()
+            else:
+                self._stop(self.work.stopping)
             return
         if self.stage is Stage.PREPARING and self._is_decided:
             self._close()
@@ -332,7 +333,9 @@ class Controller:
             return
         if self.work.current.evaluation:
             self._stages.move(Trigger.EVALUATION_SCORED)
-            self._report_evaluation()
+            if not self.work.report_evaluation(self.iteration, self.version):
+                why = "not one evaluation sample was scored, nothing is known"
+                self._stop(f"iteration {self.iteration}: {why}")
         else:
             self._stages.move(Trigger.SAMPLES_SCORED)
             self._all_arrived()
@@ -341,27 +344,12 @@ class Controller:
         for policy in self.policies:
             policy.close(self._now)
 
-    def _report_evaluation(self) -> None:
-        scored = [rollout for rollout in self.work.current.evaluation if rollout in self.work.current.scores]
-        if not scored:
-            self._stop(f"iteration {self.iteration}: not one evaluation sample was scored, nothing is known")
-            return
-        for rollout in scored:
-            self.ledger.evaluate(rollout)
-        issued = tuple(self.work.current.rollouts[rollout] for rollout in self.work.current.evaluation)
-        scores = {rollout: self.work.current.scores[rollout] for rollout in scored}
-        report = ReportEvaluation(self.iteration, self.version, issued, scores, self.cluster.lineage)
-        self.work.effects.append(report)
-
-    def _evaluation_reported(self) -> None:
-        self.work.discard(
-            rollout for rollout in self.work.current.evaluation if rollout in self.work.current.scores
-        )
-        self._all_arrived()
-
     def _all_arrived(self) -> None:
         if self.iteration >= self.plan.iterations:
-            self._finish()
+            self._stages.move(Trigger.ITERATIONS_DONE)
+            if self.cluster.pace.filled_s:
+                self._report_pipeline()
+            self.work.effects.append(FinishRun(None))
             return
         if not self.learner.up:
             self.cluster.recoveries[Recovery.LEARNER_AWAITED] += 1
@@ -375,14 +363,12 @@ class Controller:
         complete, generating = self.stage is Stage.LEARNING, self.stage in GENERATING
         training = self.training
         if training.task or not self.learner.works or not (complete or generating):
-            self._trainer_budget_left(0)
+            self._trainers.budget_left(0)
             return
         if self.dispatcher.trainers_work:
             return
-        if generating and self.cluster.trainers():
-            wanted = [policy.rolls_out(training, self._now) for policy in self._budgeting]
-            if any(wanted):
-                return
+        if generating and self._trainers.comes_first(training, self._now):
+            return
         task = training.next(complete)
         if task is not None:
             # Switching from rollouts to training is not part of the training pace.
@@ -396,38 +382,12 @@ class Controller:
                 f"iteration {self.iteration}: no group kept two scored samples, nothing can be learnt from it"
             )
 
-    def _trainer_budget_left(self, rollouts: float) -> None:
-        for policy in self._budgeting:
-            policy.trainer_budget_left(rollouts)
-
-    def _set_trainer_budget(self) -> None:
-        """The learner's GPUs roll out only while it idles, and as many as a policy says."""
-        if not self.cluster.trainers():
-            return
-        waits = self.learner.works and self.stage in LEARNER_IDLES and self.training.task is None
-        rollouts = self._trainer_budget() if waits else 0.0
-        self.dispatcher.set_trainer_budget(rollouts, explore=self.stage is Stage.PREPARING)
-
-    def _trainer_budget(self) -> float:
-        if self.stage is not Stage.PREPARING:
-            said = (policy.trainer_budget() for policy in self._budgeting)
-            limits = [limit for limit in said if limit is not None]
-            if limits:
-                return min(limits)
-        return 0.0 if self.training.trains_parts and self.training.ready() else math.inf
-
-    def _serve(self) -> None:
-        self.dispatcher.serve()
-        self._trainer_budget_left(self.cluster.serving.trainer_budget)
-
     def _trained(
         self, event: ev.BatchPrepared | ev.MicroBatchTrained | ev.OptimizerStepped | ev.BatchFinished
     ) -> None:
         task = self.training.task
         self.training.answered(event)
         match event:
-            case ev.BatchPrepared():
-                pass
             case ev.MicroBatchTrained():
                 assert isinstance(task, TrainMicroBatch)
                 spent_s = max(0.0, self._now - self._task_s)
@@ -466,7 +426,7 @@ class Controller:
         self._published_before = version
         self.iteration += 1
         # Includes the records of this event: the driver writes them before the checkpoint.
-        self._begun = self._snapshot(), self.ledger.position
+        self._begun = self.snapshot(), self.ledger.position
         due = self._stopping or self.iteration % self.plan.checkpoint_every == 0
         if due or self.iteration >= self.plan.iterations:
             self._commit(Trigger.CHECKPOINT_DUE)
@@ -521,12 +481,6 @@ class Controller:
         waits = untasked and self.queue.waiting_of(WorkClass.TRAIN, WorkClass.EVAL) > 0
         self.work.effects += self.learner.placed(self.iteration, idle=idle, waits=waits)
 
-    def _finish(self) -> None:
-        self._stages.move(Trigger.ITERATIONS_DONE)
-        if self.cluster.pace.filled_s:
-            self._report_pipeline()
-        self.work.effects.append(FinishRun(None))
-
     def _stop(self, error: str | None) -> None:
         """End early: because of an error, or without one on request."""
         self._stages.move(Trigger.RUN_STOPPED)
@@ -536,24 +490,10 @@ class Controller:
     # -- a stop on request, or for want of scores ------------------------------------------------------
 
     @property
-    def stop_note(self) -> str:
-        """What is left to do, and what is lost, when the run was asked to stop."""
-        if self.stage is Stage.OVER:
-            return f"a resumed run begins iteration {self.iteration} again"
-        if self._updated:
-            return f"iteration {self.iteration} is trained to its end first, since updates of it are applied"
-        return f"the checkpoint that iteration {self.iteration} begins with is written first"
-
-    @property
     def stops_at_once(self) -> bool:
-        """Whether a stop needs nothing of the rollouts in work."""
-        return not self._updated
-
-    @property
-    def _updated(self) -> bool:
-        """Whether the learner's weights are no longer, or not for long, those of the iteration's rollouts."""
+        """Whether a stop needs nothing of the rollouts in work: the learner's weights are and stay theirs."""
         stepping = isinstance(self.training.task, StepOptimizer)
-        return stepping or self.version != self._published_before
+        return not stepping and self.version == self._published_before
 
     def _stop_where_exact(self) -> None:
         """Stop unless something has to be saved before.
@@ -561,7 +501,7 @@ class Controller:
         Rollouts can only be made again by the weights that they name. So a run resumes from the start of an
         iteration, and its state then is the learner's until the first update.
         """
-        if self._updated or self.learner.saving is not None:
+        if not self.stops_at_once or self.learner.saving is not None:
             return
         if self.learner.up and self.learner.committed.iteration != self.iteration:
             self._commit(Trigger.SAVED_EARLY)
@@ -570,11 +510,8 @@ class Controller:
 
     # -- checkpoints -----------------------------------------------------------------------------------
 
-    def snapshot(self) -> dict[str, object]:
-        """JSON-able state between two iterations."""
-        return self._snapshot().to_dict()
-
-    def _snapshot(self) -> Snapshot:
+    def snapshot(self) -> Snapshot:
+        """The state between two iterations."""
         ledger = self.ledger.snapshot()
         policies = self.work.snapshot() | self.fleet.snapshot()
         return Snapshot(self.iteration, self.version, self.queue.leases_granted, ledger, policies)

@@ -23,7 +23,7 @@ from spotlight.scheduler import events as ev
 from spotlight.scheduler.cluster.dispatch import Dispatcher
 from spotlight.scheduler.cluster.queue import CommitVerdict, WorkClass
 from spotlight.scheduler.cluster.recovery import Recovery
-from spotlight.scheduler.effects import DiscardSamples, Effect, ScoreSamples
+from spotlight.scheduler.effects import DiscardSamples, Effect, ReportEvaluation, ScoreSamples
 from spotlight.scheduler.iteration import (
     Iteration,
     Survived,
@@ -302,6 +302,22 @@ class Rollouts:
         known = rollout in work.rollouts and rollout not in work.unscored
         self.ledger.reject(rollout, (CommitVerdict.DUPLICATE if known else CommitVerdict.UNKNOWN).value)
         return False
+
+    def report_evaluation(self, iteration: int, version: PolicyVersion) -> bool:
+        """Count the scored samples of the evaluation, and have them reported; False: there are none."""
+        current = self.current
+        scores = {name: current.scores[name] for name in current.evaluation if name in current.scores}
+        for rollout in scores:
+            self.ledger.evaluate(rollout)
+        issued = tuple(current.rollouts[rollout] for rollout in current.evaluation)
+        if scores:
+            report = ReportEvaluation(iteration, version, issued, scores, self.cluster.lineage)
+            self.effects.append(report)
+        return bool(scores)
+
+    def evaluation_reported(self) -> None:
+        """Free its samples."""
+        self.discard(name for name in self.current.evaluation if name in self.current.scores)
 
     # -- dropped ---------------------------------------------------------------------------------------
 

@@ -32,8 +32,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 
 from spotlight.algorithms.base import Algorithm
 from spotlight.config.sections.learner_section import LearnerConfig
@@ -42,16 +41,10 @@ from spotlight.models.experts import rows_uncounted
 from spotlight.models.family import ModelFamily
 from spotlight.models.media import MediaSize
 from spotlight.models.shared.flop_count import ForwardLog
-from spotlight.models.shared.sharded import is_sharded, whole
 from spotlight.models.slots import WeightSlots
 from spotlight.training import learner_state as state
-from spotlight.training.batching.batch import (
-    TrainedGroups,
-    TrainingSample,
-    kept_steps,
-    require_fresh,
-    stack,
-)
+from spotlight.training.batching.batch import TrainedGroups, TrainingSample, kept_steps, require_fresh, stack
+from spotlight.training.optimizer import adamw, bytes_to_come, gradient_norm, trained
 from spotlight.training.passes import Bound, MicroBatchPolicy, TrainingPasses
 from spotlight.training.recompute import recompute
 from spotlight.training.settings import (
@@ -136,15 +129,15 @@ class Learner:
         if family.deferred:
             family.read_weights(list(slots.modules().values()))
         self._unread = family.unread_layers()
-        self.optimizer = _adamw(slots, config)
+        self.optimizer = adamw(slots, config)
         self.passes = TrainingPasses(
             algorithm,
             self.ranks,
             family.device,
             per_pass=config.timesteps_per_pass,
             budget_bytes=config.pass_memory_bytes,
-            parameters=self._trainable,
-            reserve=self._bytes_to_come,
+            parameters=partial(trained, self.optimizer),
+            reserve=partial(bytes_to_come, self.optimizer),
             trial=partial(rows_uncounted, slots.modules()["policy"]),
             recomputation=recomputation,
         )
@@ -264,8 +257,8 @@ class Learner:
         for name, parameter in self.slots.trainable_parameters().items():
             if name.startswith(self._unread):
                 parameter.grad = None  # zeros of a compiled block, by which AdamW would decay the weights
-        average_gradients(self._trainable(), self.ranks)
-        norm, entries = self._gradient_norm()
+        average_gradients(trained(self.optimizer), self.ranks)
+        norm, entries = gradient_norm(optimizer)
         grad_norm = norm.item()
         problem = self._problem(sums.samples + zeros, grad_norm)
         if problem is not None:
@@ -273,7 +266,7 @@ class Learner:
             raise TrainingError(problem)
         if not self._stepped:
             self._compute_old_log_probs([keys for keys in self._order if self._waiting.keys() >= {*keys}])
-        clip_grads_with_norm_(self._trainable(), config.max_grad_norm, norm)
+        clip_grads_with_norm_(trained(self.optimizer), config.max_grad_norm, norm)
         learning_rate = config.learning_rate_at(self._scheduled[0])
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
@@ -355,11 +348,7 @@ class Learner:
         self._update = self._new_update()
         self._groups.clear()
 
-    def _take(
-        self,
-        samples: Sequence[TrainingSample],
-        micro_batches: Sequence[Sequence[str]],
-    ) -> None:
+    def _take(self, samples: Sequence[TrainingSample], micro_batches: Sequence[Sequence[str]]) -> None:
         part = {sample.key: _Prepared(sample) for sample in samples}
         if len(part) != len(samples):
             raise ValueError(f"{len(samples)} samples have {len(part)} different keys")
@@ -403,9 +392,8 @@ class Learner:
         mine = [self._waiting[key] for key in keys if self._waiting[key].sample.tensors is not None]
         if not mine:
             raise ValueError(
-                f"rank {self.ranks.rank} of {self.ranks.world} has none of a micro-batch's "
-                f"{len(keys)} samples: "
-                "every rank must take part in every forward: deal samples out evenly"
+                f"rank {self.ranks.rank} of {self.ranks.world} has none of a micro-batch's {len(keys)} "
+                "samples: every rank must take part in every forward: deal samples out evenly"
             )
         return mine
 
@@ -466,7 +454,7 @@ class Learner:
         announced = self._update.announced
         if announced in (None, samples):
             return
-        for parameter in self._trainable():
+        for parameter in trained(self.optimizer):
             if parameter.grad is not None:
                 parameter.grad.mul_(announced / samples)
         self._update.announced = samples
@@ -474,23 +462,6 @@ class Learner:
     def _drop_update(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         self._update = self._new_update()
-
-    def _trainable(self) -> list[Tensor]:
-        return self.optimizer.param_groups[0]["params"]  # type: ignore[no-any-return]
-
-    def _bytes_to_come(self) -> int:
-        """Bytes of this rank's gradients and AdamW moments that are not allocated yet."""
-        here = [p.to_local() if is_sharded(p) else p for p in self._trainable()]
-        size = sum(parameter.nbytes for parameter in here)
-        gradients = any(parameter.grad is not None for parameter in self._trainable())
-        return size * (int(not gradients) + (0 if self.optimizer.state else 2))
-
-    def _gradient_norm(self) -> tuple[Tensor, int]:
-        gradients = [parameter.grad for parameter in self._trainable() if parameter.grad is not None]
-        if not gradients:
-            raise TrainingError("step() without a gradient: accumulate() at least one micro-batch first")
-        norm = get_total_norm(gradients)
-        return whole(norm), sum(gradient.numel() for gradient in gradients)
 
     def _problem(self, samples: int, grad_norm: float) -> str | None:
         if samples != self._update.announced:
@@ -505,17 +476,3 @@ class Learner:
                 "or with autocast none"
             )
         return None
-
-
-def _adamw(slots: WeightSlots, config: LearnerConfig) -> torch.optim.AdamW:
-    optimizer = torch.optim.AdamW(
-        list(slots.trainable_parameters().values()),
-        lr=config.learning_rate,
-        betas=config.betas,
-        eps=config.epsilon,
-        weight_decay=config.weight_decay,
-        fused=True,
-    )
-    # The fused kernel does not count its writes, which copies of the parameters go by.
-    optimizer.register_step_post_hook(lambda done, *_: increment_version(done.param_groups[0]["params"]))
-    return optimizer

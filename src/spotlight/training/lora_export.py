@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from spotlight.models.experts import denoisers
 from spotlight.models.family import ModelFamily
 from spotlight.models.shared.sharded import gathered
 from spotlight.models.shared.transformer_files import TransformerFiles
+from spotlight.models.skeleton import persistent_buffers
 from spotlight.models.slots import LoraSlots, Slot, WeightSlots
 from spotlight.training.sharding import Ranks
+from spotlight_files import pipeline_export
 from spotlight_files.lora_names import Layout
 from spotlight_files.model_errors import ModelError, storing
-from spotlight_files.pipeline_export import keeps_float32
 from spotlight_files.renamed_lora import save_renamed
 from spotlight_files.update_rounding import UpdateRounding
+
+_NOT_STORED = (
+    "Free some space there or name a directory that can be written, then run the same command again: "
+    "the run's checkpoints are as they were."
+)
 
 
 def lora_state(slots: WeightSlots, slot: Slot) -> dict[str, Tensor]:
@@ -47,6 +54,44 @@ def whole_state(
     return gathered(slots.state(slot), keep, stay=stay)
 
 
+def save_lora(
+    family: ModelFamily, directory: Path, layers: Mapping[str, Tensor], metadata: Mapping[str, object]
+) -> Path:
+    """Write a LoRA for plain diffusers' ``load_lora_weights``; returns the file.
+
+    ``layers`` is peft's adapter state dict; ``metadata`` peft's LoraConfig fields.
+    """
+    with storing("the LoRA", directory, _NOT_STORED):
+        names = list(denoisers(family.transformer))
+        return pipeline_export.save_lora(directory, layers, metadata, names, family.native_layers)
+
+
+def save_merged(
+    family: ModelFamily,
+    directory: Path,
+    state: Mapping[str, Tensor],
+    *,
+    replace: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Path:
+    """Write a whole pipeline directory whose transformer holds ``state``; returns it.
+
+    Args:
+        state: parameters, whole; buffers never change.
+        replace: an existing pipeline directory; else that is an error.
+        dtype: of the files; default: the model's.
+    """
+    with storing("the merged pipeline", directory, _NOT_STORED):
+        return pipeline_export.save_merged(
+            family.files,
+            family.components,
+            directory,
+            persistent_buffers(family.transformer) | dict(state),
+            family.dtype if dtype is None else dtype,
+            replace=replace,
+        )
+
+
 def export_lora(
     family: ModelFamily, slots: WeightSlots, slot: Slot, directory: Path, ranks: Ranks
 ) -> Path | None:
@@ -61,7 +106,7 @@ def export_lora(
     state = lora_state(slots, slot)
     if not (ranks.is_main and isinstance(slots, LoraSlots)):
         return None
-    return family.save_lora(directory, state, slots.metadata())
+    return save_lora(family, directory, state, slots.metadata())
 
 
 def export_renamed_lora(
@@ -82,18 +127,15 @@ def export_renamed_lora(
             f"expected a format of {able}. Export without --format, for diffusers, or with --merged"
         )
 
-    def rows_in(component: str) -> Callable[[str], int]:
-        transformer = denoisers(family.transformer)[component]
-
-        def rows(name: str) -> int:
-            layer = transformer.get_submodule(name)
-            return int(getattr(layer, "base_layer", layer).out_features)  # type: ignore[arg-type]
-
-        return rows
-
-    parts = {component: rows_in(component) for component in denoisers(family.transformer)}
+    parts = {name: partial(_rows, part) for name, part in denoisers(family.transformer).items()}
     with storing("the LoRA", directory, "Free some space, or name another place with --out."):
         return save_renamed(directory, stem, state, slots.spec.alpha, names, layout, parts)
+
+
+def _rows(transformer: nn.Module, name: str) -> int:
+    """Of a layer's weight, adapted or not."""
+    layer = transformer.get_submodule(name)
+    return int(getattr(layer, "base_layer", layer).out_features)  # type: ignore[arg-type]
 
 
 def export_merged(
@@ -119,7 +161,7 @@ def export_merged(
     if not ranks.is_main:
         return None
     dtype = None if rounding is None else rounding.dtype
-    return family.save_merged(directory, state, replace=replace, dtype=dtype)
+    return save_merged(family, directory, state, replace=replace, dtype=dtype)
 
 
 def measured_rounding(family: ModelFamily, dtype: torch.dtype, untrained: TransformerFiles) -> UpdateRounding:
@@ -131,6 +173,6 @@ def measured_rounding(family: ModelFamily, dtype: torch.dtype, untrained: Transf
     kind = type(next(iter(denoisers(family.transformer).values())))
 
     def stored(name: str) -> torch.dtype:
-        return torch.float32 if keeps_float32(kind, name) else dtype
+        return torch.float32 if pipeline_export.keeps_float32(kind, name) else dtype
 
     return UpdateRounding(dtype, stored, untrained.reader())

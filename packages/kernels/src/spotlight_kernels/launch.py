@@ -18,8 +18,9 @@ KNOWN_MAX = 4096
 class Kernel:
     """A kernel whose parameters are tensors, then numbers, then constants.
 
-    A call with numbers, constants, types and device seen before launches what Triton compiled for them at
-    once; Triton itself looks at every argument first. Tensors not aligned to 16 bytes always go through it.
+    A call with numbers, constants, types, alignments and device seen before launches what Triton compiled for
+    them at once; Triton itself looks at every argument first. Of a tensor it looks at no more than this does:
+    its type, and whether it is aligned to 16 bytes (the sines of complex angles are not).
     """
 
     def __init__(self, function: Any) -> None:
@@ -41,15 +42,13 @@ class Kernel:
         """
         device = tensors[0].device
         arguments = (*tensors, *numbers, *constants)
-        if device.type != "cuda":
+        if INTERPRETED:
             self._function[grid](*arguments)
         elif device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
                 self.launch(grid, tensors, numbers, constants, **options)
-        elif any(tensor.data_ptr() % 16 for tensor in tensors):
-            self._function[grid](*arguments, **options)
         else:
-            types = tuple(tensor.dtype for tensor in tensors)
+            types = tuple((tensor.dtype, tensor.data_ptr() % 16 == 0) for tensor in tensors)
             key = numbers, constants, types, device.index, tuple(options.items())
             if (compiled := self._known.get(key)) is not None:
                 compiled[(*grid, 1, 1)[:3]](*arguments)

@@ -16,9 +16,10 @@ from spotlight.scheduler.types import Filler, NodeKind, Phase
 from spotlight_plan.learning_speed import PREVIEWS_WANTED as PREVIEWS_WANTED
 from spotlight_plan.learning_speed import Explored, explored_of, honest_target, learned_target
 from spotlight_plan.scenarios.baseline_runs import on_spot_nodes
-from spotlight_plan.scenarios.prepare import Prepared, scenario_of
-from spotlight_plan.scenarios.scenario_file import CONTRAST_EXPONENT, Exponent, Target
+from spotlight_plan.scenarios.prepared_scenario import Prepared
+from spotlight_plan.scenarios.scenario_sections import CONTRAST_EXPONENT, Exponent, Target
 from spotlight_plan.scenarios.strategies import strategy_named
+from spotlight_plan.scenarios.strategy_scenario import scenario_of
 from spotlight_plan.simulation.scenario import GpuTimeline, IterationTime, Scenario, SimulationResult
 from spotlight_plan.simulation.virtual_driver import simulate
 

@@ -7,17 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spotlight.models.family import (
-    ConditionBatch,
-    MediaSize,
-    ModelFamily,
-    decode_image,
-    encode_image,
-    pack,
-    unpack,
-)
+from spotlight.models.family import ConditionBatch, MediaSize, ModelFamily, pack, unpack
 from spotlight.models.family_facts import ActivationCosts, Dimensions, block_widths, dimensions, read_models
 from spotlight.models.shared.checks import require_even_split
+from spotlight.models.shared.image_vae import decode_image, encode_image
 from spotlight_files.lora_names import FLUX
 from spotlight_files.pipeline_files import PipelineComponent, PipelineFiles
 

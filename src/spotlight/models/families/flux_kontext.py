@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from spotlight.models.condition import GRIDS, REFERENCES
 from spotlight.models.families.flux import Flux
-from spotlight.models.family import ConditionBatch, Instruction, MediaSize, ModelError, encode_image, pack
+from spotlight.models.family import ConditionBatch, Instruction, MediaSize, ModelError, pack
 from spotlight.models.family_facts import ActivationCosts, read_models
 from spotlight.models.shared.checks import require_even_split
+from spotlight.models.shared.image_vae import encode_image
 from spotlight.models.shared.rows import by_kind
 from spotlight.models.text.references import open_reference, reference_sides
 from spotlight_files.pipeline_files import PipelineFiles

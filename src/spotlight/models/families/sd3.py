@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from spotlight.models.family import ConditionBatch, MediaSize, ModelFamily, decode_image, encode_image
+from spotlight.models.family import ConditionBatch, MediaSize, ModelFamily
 from spotlight.models.family_facts import (
     ActivationCosts,
     Dimensions,
@@ -15,6 +15,7 @@ from spotlight.models.family_facts import (
     dimensions,
     read_models,
 )
+from spotlight.models.shared.image_vae import decode_image, encode_image
 from spotlight_files.lora_names import SD3
 from spotlight_files.pipeline_files import PipelineComponent, PipelineFiles
 

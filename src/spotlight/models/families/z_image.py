@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spotlight.models.family import ConditionBatch, MediaSize, ModelFamily, decode_image, encode_image
+from spotlight.models.family import ConditionBatch, MediaSize, ModelFamily
 from spotlight.models.family_facts import (
     ActivationCosts,
     Dimensions,
@@ -22,6 +22,7 @@ from spotlight.models.family_facts import (
     config_integer,
     read_models,
 )
+from spotlight.models.shared.image_vae import decode_image, encode_image
 from spotlight_files.lora_names import Z_IMAGE_COMFYUI, Z_IMAGE_KOHYA
 from spotlight_files.pipeline_files import PipelineComponent, PipelineFiles
 

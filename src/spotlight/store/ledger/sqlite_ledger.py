@@ -5,7 +5,7 @@ Invariants:
 - Records are numbered 1, 2, 3, ... without gaps. ``ledger_schema.py`` refuses rows that break the accounting.
 - :meth:`SqliteLedger.append` is atomic; on return the records are on disk (WAL, ``synchronous=FULL``).
 - Single writer: the holder of the run directory's lock (``store/run_directory.py``).
-- A lock that another program holds on the file is waited for, however long.
+- A lock that another program holds on the file is waited for, however long (``ledger_file.py``).
 
 To resume from a checkpoint at position p, :meth:`begin_attempt` closes the dead attempt, :meth:`rollback`
 removes the records after p, then the controller replays them under the same numbers.
@@ -17,7 +17,6 @@ import json
 import logging
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -41,21 +40,10 @@ from spotlight.scheduler.types import Filler, Lease, Phase, Rollout, RolloutId, 
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.course_changes import CourseChange, course_words, read_course
 from spotlight.store.ledger.ledger_digest import RunningDigest
-from spotlight.store.ledger.ledger_schema import (
-    CUT,
-    INDEXES,
-    RECORD_TABLES,
-    SCHEMA,
-    SCHEMA_VERSION,
-    SCORES_VIEW,
-    Ending,
-    Incident,
-    RolloutOutcome,
-    upgrade_from,
-)
+from spotlight.store.ledger.ledger_file import LedgerFile
+from spotlight.store.ledger.ledger_schema import CUT, RECORD_TABLES, Ending, Incident, RolloutOutcome
 from spotlight.store.run_directory import ABSENT
 from spotlight.store.store_errors import LedgerError
-from spotlight_rewards.base.file_errors import StoreError, storage_error
 from spotlight_rewards.base.prompts import PromptId
 
 _Values: TypeAlias = tuple[str | int | float | None, ...]
@@ -88,16 +76,8 @@ class GrantedLease:
     granted_at: float
 
 
-_LOOK_S = 1.0
-"""How long SQLite waits for a lock before a signal is looked for."""
-
-
 class SqliteLedger:
-    """The sole writer of ``ledger.sqlite``. Use as a context manager, or :meth:`close` it.
-
-    Attributes:
-        waits: whether to wait while another program holds a lock; else that is a StoreError.
-    """
+    """The sole writer of ``ledger.sqlite``. Use as a context manager, or :meth:`close` it."""
 
     def __init__(
         self,
@@ -115,40 +95,13 @@ class SqliteLedger:
             LedgerError: not a ledger of this version.
             StoreError: the file cannot be created or written.
         """
-        self._path, self._note, self._keep_alive, self.waits = path, note, keep_alive, True
-        try:
-            self._connection = sqlite3.connect(path, isolation_level=None, timeout=_LOOK_S)
-        except sqlite3.Error as error:
-            raise storage_error("cannot open the ledger", path, error) from error
-        try:
-            self._unlocked(self._prepare)
+        self._path, self.file = path, LedgerFile(path, note, keep_alive)
+        self._connection = self.file.connection
+        with self.file.opened():
             self._position = queries.position(self._connection)
             self._cost_usd = queries.cost_usd(self._connection)
-        except sqlite3.Error as error:
-            self._connection.close()
-            raise self._failed("cannot open the ledger", error) from error
-        except LedgerError:
-            self._connection.close()
-            raise
         self._attempt: int | None = None
         self._digest = RunningDigest()
-
-    def _prepare(self) -> None:
-        is_new = queries.is_empty_database(self._connection, self._path)
-        version = SCHEMA_VERSION
-        if not is_new:
-            version = queries.check_identity(self._connection, self._path)
-        for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
-            self._connection.execute(f"PRAGMA {pragma}")
-        if is_new:
-            self._connection.executescript(f"BEGIN IMMEDIATE;\n{SCHEMA}\nCOMMIT;")
-        elif version < SCHEMA_VERSION:
-            self._connection.executescript(f"BEGIN IMMEDIATE;\n{upgrade_from(version)}\nCOMMIT;")
-        elif not queries.has_scores_view(self._connection):
-            self._connection.executescript(
-                f"BEGIN IMMEDIATE;\nDROP VIEW IF EXISTS scores;\n{SCORES_VIEW};\nCOMMIT;"
-            )
-        self._connection.executescript(INDEXES)
 
     def append(self, records: Sequence[tuple[int, Record]], granted: Sequence[GrantedLease] = ()) -> None:
         """Write numbered records, and leases granted meanwhile, in one transaction.
@@ -162,9 +115,8 @@ class SqliteLedger:
         if not records and not granted:
             return
         expected = self._position + 1
-        last = self._position + len(records)
-        together = f"records {expected} to {last} (a step and the samples it trained go together)"
-        with self._transaction(together):
+        numbers = f"records {expected} to {self._position + len(records)}"
+        with self.file.transaction(f"{numbers} (a step and the samples it trained go together)"):
             for number, record in records:
                 if number != expected:
                     raise LedgerError(
@@ -212,13 +164,13 @@ class SqliteLedger:
         Returns:
             The attempt's number, from 1.
         """
-        with self._transaction("the account of a new attempt"):
+        with self.file.transaction("the account of a new attempt"):
             self._close_dead_attempts()
-            row = self._connection.execute("SELECT COALESCE(MAX(number), 0) + 1 FROM attempts").fetchone()
-            number = int(row[0])
+            count = self._connection.execute("SELECT COALESCE(MAX(number), 0) FROM attempts").fetchone()[0]
+            number = int(count) + 1
             begun = {"number": number, "pid": pid, "host": host, "started_at": now_s, "seen_at": now_s}
-            self._insert_all("attempts", [begun])
-            self._insert_all("attempt_workers", _joined(number, workers, now_s))
+            self.file.insert_all("attempts", [begun])
+            self.file.insert_all("attempt_workers", _joined(number, workers, now_s))
         self._attempt = number
         self._cost_usd = queries.cost_usd(self._connection)
         return number
@@ -247,13 +199,13 @@ class SqliteLedger:
     def start_billing(self, workers: Mapping[WorkerId, float], now_s: float) -> None:
         """Start billing workers (USD per hour) from ``now_s``, seconds since the epoch."""
         attempt = self._current_attempt()
-        with self._transaction(f"workers that join attempt {attempt}"):
-            self._insert_all("attempt_workers", _joined(attempt, workers, now_s))
+        with self.file.transaction(f"workers that join attempt {attempt}"):
+            self.file.insert_all("attempt_workers", _joined(attempt, workers, now_s))
 
     def stop_billing(self, workers: Iterable[WorkerId], now_s: float) -> None:
         """Stop billing workers; all seconds up to ``now_s`` need a phase."""
         attempt = self._current_attempt()
-        with self._transaction(f"workers that leave attempt {attempt}"):
+        with self.file.transaction(f"workers that leave attempt {attempt}"):
             self._connection.executemany(
                 "UPDATE attempt_workers SET left_at = MAX(joined_at, ?) WHERE attempt = ? AND worker = ?",
                 [(now_s, attempt, worker) for worker in workers],
@@ -271,9 +223,9 @@ class SqliteLedger:
         rollback to it finds exactly the seconds lost.
         """
         attempt = self._current_attempt()
-        with self._transaction(f"the GPU seconds of attempt {attempt}"):
+        with self.file.transaction(f"the GPU seconds of attempt {attempt}"):
             here = {"attempt": attempt, "position": self._position}
-            self._insert_all("gpu_seconds", [here | asdict(spend) for spend in spends])
+            self.file.insert_all("gpu_seconds", [here | asdict(spend) for spend in spends])
             self._connection.execute(
                 "UPDATE attempts SET seen_at = MAX(seen_at, ?) WHERE number = ?", (now_s, attempt)
             )
@@ -331,21 +283,21 @@ class SqliteLedger:
         """
         attempt = self._current_attempt()
         recorded = [CourseChange(iteration, position, key, was, now) for key, (was, now) in changes.items()]
-        with self._transaction(f"what changes from iteration {iteration} on"):
+        with self.file.transaction(f"what changes from iteration {iteration} on"):
             self._connection.execute("DELETE FROM course_changes WHERE position >= ?", (position,))
             for change in recorded:
                 both = {"was": change.was, "now": change.now}.items()
                 texts = {name: None if value == ABSENT else json.dumps(value) for name, value in both}
                 where = {"attempt": attempt, "position": position, "iteration": iteration}
-                self._insert_all("course_changes", [{**where, "key": change.key, **texts}])
+                self.file.insert_all("course_changes", [{**where, "key": change.key, **texts}])
                 said = {"kind": Incident.COURSE_CHANGED, "subject": change.key, "detail": change.words}
-                self._insert_all("incidents", [{"attempt": attempt, "at": now_s, "spot": 0, **said}])
+                self.file.insert_all("incidents", [{"attempt": attempt, "at": now_s, "spot": 0, **said}])
         return course_words(recorded)
 
     def end_attempt(self, ending: Ending, now_s: float = 0.0) -> None:
         """Stop billing at the last entry or ``now_s``, whichever is later; all seconds need a phase."""
         attempt = self._current_attempt()
-        with self._transaction(f"the end of attempt {attempt}"):
+        with self.file.transaction(f"the end of attempt {attempt}"):
             self._connection.execute(
                 "UPDATE attempts SET ended = ?1, ended_at = MAX(seen_at, ?2), seen_at = MAX(seen_at, ?2) "
                 "WHERE number = ?3",
@@ -376,7 +328,7 @@ class SqliteLedger:
                 f"{self._path}: cannot roll back to record {position}: the ledger ends at {self._position}. "
                 "The checkpoint belongs to another ledger; restore both from the same copy of the run."
             )
-        with self._transaction(
+        with self.file.transaction(
             f"a rollback to record {position} (it must not part what was appended together)"
         ):
             for table in reversed(RECORD_TABLES):
@@ -392,20 +344,19 @@ class SqliteLedger:
                 (position, attempt),
             )
             both = {"from_position": self._position, "to_position": position}
-            self._insert_all("rollbacks", [{"attempt": attempt, **both}])
+            self.file.insert_all("rollbacks", [{"attempt": attempt, **both}])
         self._position = position
         self._digest.forget_after(position)
         return forgotten
 
     def cut_after(self, position: int) -> None:
         """Leave the records up to a checkpoint and the work on them: in a copy, which a fork goes on from."""
-        row = self._connection.execute(
+        (self._attempt,) = self._connection.execute(
             "SELECT COALESCE((SELECT attempt FROM checkpoints WHERE position = ?1 ORDER BY id DESC LIMIT 1), "
             "(SELECT MAX(attempt) FROM gpu_seconds WHERE position <= ?1))",
             (position,),
         ).fetchone()
-        (self._attempt,) = row
-        with self._transaction(f"what is left of a run's ledger at record {position}"):
+        with self.file.transaction(f"what is left of a run's ledger at record {position}"):
             for statement in CUT:
                 self._connection.execute(statement, {"position": position, "attempt": self._attempt})
         self._position = position
@@ -413,7 +364,7 @@ class SqliteLedger:
 
     def digest_at(self, position: int) -> str:
         """The digest that a checkpoint at ``position`` names; see ``ledger_digest.py``."""
-        with self._reading():
+        with self.file.reading():
             return self._digest.at(self._connection, position)
 
     def record_checkpoint(self, position: int, iteration: int) -> None:
@@ -427,7 +378,7 @@ class SqliteLedger:
 
     def require_sound(self) -> None:
         """Read the whole file. Raises LedgerError if it is damaged."""
-        with self._reading():
+        with self.file.reading():
             damages = queries.file_damages(self._connection)
         if damages:
             raise queries.damaged(self._path, "; ".join(damages[:3]))
@@ -468,67 +419,8 @@ class SqliteLedger:
     def _record(self, what: str, table: str, rows: Iterable[Mapping[str, object]]) -> None:
         """Insert rows of the current attempt."""
         attempt = self._current_attempt()
-        with self._transaction(what):
-            self._insert_all(table, [{"attempt": attempt, **row} for row in rows])
-
-    def _insert_all(self, table: str, rows: Sequence[Mapping[str, object]]) -> None:
-        """Insert rows that all have the same columns."""
-        for columns in rows[:1]:
-            marks = ", ".join(f":{column}" for column in columns)
-            statement = f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({marks})"
-            self._connection.executemany(statement, rows)
-
-    @contextmanager
-    def _reading(self) -> Iterator[None]:
-        try:
-            yield
-        except sqlite3.Error as error:
-            raise self._failed("the ledger cannot be read", error) from error
-
-    def _failed(self, what: str, error: sqlite3.Error) -> StoreError:
-        if queries.is_damage(error):
-            return queries.damaged(self._path, error)
-        return storage_error(what, self._path, error)
-
-    def _unlocked(self, act: Callable[[], object]) -> None:
-        """Do what needs a lock, which may be done again while another program holds it."""
-        told = False
-        while True:
-            try:
-                act()
-                break
-            except sqlite3.OperationalError as error:
-                if not (self.waits and queries.is_locked(error)):
-                    raise
-            if not told:
-                self._note(
-                    f"{self._path} is locked by another program, such as a viewer or a backup: the run waits "
-                    "until it is released, and is paid for meanwhile. Close that program."
-                )
-                told = True
-            self._keep_alive()
-        if told:
-            self._note(f"{self._path} is released: the run goes on")
-
-    @contextmanager
-    def _transaction(self, what: str) -> Iterator[None]:
-        try:
-            self._unlocked(lambda: self._connection.execute("BEGIN IMMEDIATE"))
-            yield
-            self._unlocked(lambda: self._connection.execute("COMMIT"))
-        except sqlite3.IntegrityError as error:
-            self._abandon()
-            raise LedgerError(f"{self._path}: {what}: breaks the accounting: {error}") from error
-        except sqlite3.Error as error:
-            self._abandon()
-            raise self._failed(f"the ledger cannot take {what}", error) from error
-        except BaseException:
-            self._abandon()
-            raise
-
-    def _abandon(self) -> None:
-        if self._connection.in_transaction:
-            self._connection.execute("ROLLBACK")
+        with self.file.transaction(what):
+            self.file.insert_all(table, [{"attempt": attempt, **row} for row in rows])
 
 
 _COLUMNS = attrgetter(*Rollout.__slots__)

@@ -7,7 +7,7 @@ hub; ``:SPLIT`` after either chooses a split.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -37,13 +37,19 @@ def _is_saved(folder: Path) -> bool:
 
 
 def dataset_objects(
-    path: Path, split: str, column: str, references: str | None = None, pictures: Path | None = None
+    path: Path,
+    split: str,
+    column: str,
+    references: str | None = None,
+    pictures: Path | None = None,
+    files: Collection[str] = (),
 ) -> Iterator[str]:
     """An object for each row; cells without a value are left out.
 
     Args:
         split: which, where the path names none and there are several.
         references: column of the pictures that prompts are about, which are kept in ``pictures``.
+        files: columns that name files too, which one of the hub may not have.
 
     Raises:
         OSError: it cannot be read, or had from the hub.
@@ -51,49 +57,49 @@ def dataset_objects(
             are neither text nor numbers nor lists of them.
     """
     try:
-        yield from _objects(path, split, column, references, pictures)
+        yield from _objects(path, split, column, references, pictures, files)
     except ImportError as error:
         raise ValueError(f"{error.name} is missing: {_INSTALL}") from error
 
 
 def _objects(
-    path: Path, split: str, column: str, references: str | None, pictures: Path | None
+    path: Path,
+    split: str,
+    column: str,
+    references: str | None,
+    pictures: Path | None,
+    files: Collection[str],
 ) -> Iterator[str]:
+    within = [] if references is None else [_own_folder(path)]
     for number, row in enumerate(_rows(path, split)):
         if number == 0 and column not in row:
             raise ValueError(f"its columns are {', '.join(row)}; expected one named {column}. {OTHER_COLUMN}")
         if str(path).startswith(HUB):
-            _refuse_files(row, references)
+            _refuse_files(row, {"references", "pictures", *files, *filter(None, [references])})
         if references is not None and pictures is not None and row.get(references) is not None:
-            row = {**row, references: _kept(path, number, references, row[references], pictures)}
+            try:
+                row = {**row, references: with_kept(row[references], pictures, within)}
+            except (ValueError, OSError) as error:
+                raise ValueError(f"the column {references!r} of row {number + 1} has {error}") from error
         yield "{" + ", ".join(_cells(row)) + "}"
 
 
-def _kept(path: Path, number: int, column: str, value: Any, pictures: Path) -> Any:
-    place = Path(_parted(str(path))[0])
-    if path.suffix.lower() == PARQUET:
-        within = [path.parent]
-    else:
-        within = [*([place] if place.is_dir() else []), *_caches()]
-    try:
-        return with_kept(value, pictures, within)
-    except (ValueError, OSError) as error:
-        raise ValueError(f"the column {column!r} of row {number + 1} has {error}") from error
-
-
-def _caches() -> Iterator[Path]:
-    """Where the libraries put the files of data sets of the hub."""
-    import datasets
+def _own_folder(path: Path) -> Path:
+    """Which the files of a data set lie in: of the hub, its repository's in the cache, with all snapshots."""
+    place, _ = _parted(str(path))
+    if not place.startswith(HUB):
+        return path.parent if path.suffix.lower() == PARQUET else Path(place)
     from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
 
-    yield Path(datasets.config.HF_DATASETS_CACHE)
-    yield Path(constants.HF_HUB_CACHE)
+    name = repo_folder_name(repo_id=place.removeprefix(HUB), repo_type="dataset")
+    return Path(constants.HF_HUB_CACHE, name)
 
 
-def _refuse_files(row: Mapping[str, Any], references: str | None) -> None:
+def _refuse_files(row: Mapping[str, Any], columns: Collection[str]) -> None:
     """Whoever wrote a data set of the hub may not choose files of this machine."""
-    for name in (references, "references", "pictures"):
-        value = row.get(name) if name is not None else None
+    for name in columns:
+        value = row.get(name)
         for entry in value if isinstance(value, list) else [value]:
             path = entry.get("uri") if isinstance(entry, Mapping) else entry
             if isinstance(path, str):

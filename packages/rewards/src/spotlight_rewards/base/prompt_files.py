@@ -79,6 +79,7 @@ def read_text(
     column: str = PROMPT,
     references: str | None = None,
     pictures: Path | None = None,
+    files: Collection[str] = (),
 ) -> str:
     """A prompts file's content; of a table or a dataset, an object for each row.
 
@@ -86,13 +87,14 @@ def read_text(
         split: of a dataset that has several, and whose path names none.
         column: of tables and datasets, the one that must be there.
         references: of datasets, the column of pictures that prompts are about; kept in ``pictures``.
+        files: of datasets, columns that name files too.
 
     Raises:
         OSError: it cannot be read.
         ValueError: it is no text in UTF-8, or no table; says what it is and what to do.
     """
     if is_dataset(path):
-        return "\n".join(dataset_objects(path, split, column, references, pictures))
+        return "\n".join(dataset_objects(path, split, column, references, pictures, files))
     content = path.read_bytes()
     for kind, (at, magic) in _BINARY.items():
         if content.startswith(magic, at):

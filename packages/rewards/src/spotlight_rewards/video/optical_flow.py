@@ -2,10 +2,11 @@
 
 Flow between neighbouring frames by OpenCV's DIS (Kroeger et al., arXiv 1603.03590), forwards and backwards.
 
-* ``magnitude``: mean length of the flow from a frame to the next, in hundredths of the picture's diagonal.
+* ``magnitude_percent_per_frame``: mean length of the flow from a frame to the next, in percent of the
+  picture's diagonal. The frame rate is not known here: the same motion at twice the fps is half of it.
 * ``consistency``: share of pixels whose way there and back ends where it began (Sundaram et al., ECCV 2010,
   equation 5): noise and pictures that change from frame to frame have little.
-* ``score``: min(magnitude / enough, 1) x consistency, in [0, 1].
+* ``score``: min(magnitude / ``enough_percent_per_frame``, 1) x consistency, in [0, 1].
 
 A guard against videos that stand still, beside a reward for what is shown: a camera that pans scores 1, too.
 """
@@ -45,13 +46,13 @@ _RELATIVE, _ABSOLUTE_PX = 0.01, 0.5
 class OpticalFlow(Reward):
     """Score videos by how much moves in them, and how consistently; still videos and noise score least.
 
-    ``score`` in [0, 1], and its factors ``magnitude`` and ``consistency``.
+    ``score`` in [0, 1], ``magnitude_percent_per_frame`` and ``consistency``.
 
     Attributes:
-        enough: magnitude from which more motion is worth no more; per frame, so half of it at twice the fps.
+        enough_percent_per_frame: magnitude from which more motion is worth no more.
     """
 
-    enough: float = 1.0
+    enough_percent_per_frame: float = 1.0
 
     def __call__(
         self, images: Sequence[Image], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
@@ -59,16 +60,18 @@ class OpticalFlow(Reward):
         """Raises ValueError: no video, or one of less than two frames or 16 pixels a side."""
         measured = [motion_of(video) for video in images]
         return {
-            "score": [min(size / self.enough, 1.0) * agreed for size, agreed in measured],
-            "magnitude": [size for size, _ in measured],
+            "score": [min(size / self.enough_percent_per_frame, 1.0) * agreed for size, agreed in measured],
+            "magnitude_percent_per_frame": [size for size, _ in measured],
             "consistency": [agreed for _, agreed in measured],
         }
 
     def check(self, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]) -> None:
-        """Raise RewardSetupError: an invalid ``enough``, or OpenCV is not installed."""
-        enough = self.enough
+        """Raise RewardSetupError: an invalid parameter, or OpenCV is not installed."""
+        enough = self.enough_percent_per_frame
         if isinstance(enough, bool) or not isinstance(enough, int | float) or not 0 < enough < math.inf:
-            raise RewardSetupError(f"optical-flow reward: params.enough is {enough!r}; expected above 0")
+            raise RewardSetupError(
+                f"optical-flow reward: params.enough_percent_per_frame is {enough!r}; expected above 0"
+            )
         require_opencv("optical-flow")
 
     def scored_by(self) -> str:
