@@ -97,7 +97,8 @@ def forward(
 def fusion(self: Any, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
     """As ``Krea2TextFusionBlock.forward``."""
     shape = hidden_states.shape
-    rows = hidden_states.reshape(1, -1, shape[-1])  # each token of text is a sequence, and a grid's second side short
+    # Each token of text may be a sequence, of 12 layers: more than the second side of a grid can count.
+    rows = hidden_states.reshape(1, -1, shape[-1])
     by = Modulation(weight=self.norm1.weight)
     x, out, again = blocks.normed(rows, None, by, self.norm1.eps, offset=_OFFSET)
     branch = self.attn(out.view(shape), attention_mask=attention_mask, again=again)
