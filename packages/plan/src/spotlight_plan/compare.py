@@ -141,7 +141,6 @@ def outcome_of(
     if target is not None and durations:
         target_s = _to(target.iterations, durations[0], iteration_s)
         target_usd = _to(target.iterations, costs[0], iteration_usd)
-    spot = {phase: s for (kind, phase), s in result.phase_s.items() if kind is NodeKind.SPOT}
     plan = scenario.plan
     made = len(iterations) * plan.prompts_per_iteration * plan.choice.of_group(plan.group_size)
     return SimulationOutcome(
@@ -157,7 +156,7 @@ def outcome_of(
         simulated_h=result.end_s / 3600,
         simulated_usd=sum(result.cost_usd.values()) + sum(result.other_usd.values()),
         gpu_s=dict(result.phase_s),
-        spot_idle_share=spot.get(Phase.IDLE, 0.0) / sum(spot.values()) if sum(spot.values()) else math.nan,
+        spot_idle_share=_spot_idle_share(result),
         preview_share=previews,
         filled_s=_filled(result),
         overlapped_share=_samples(result, "overlapped_samples") / max(1, result.trained),
@@ -176,6 +175,11 @@ def outcome_of(
         on_demand=result.on_demand,
         decisions=result.decisions,
     )
+
+
+def _spot_idle_share(result: SimulationResult) -> float:
+    spot = {phase: s for (kind, phase), s in result.phase_s.items() if kind is NodeKind.SPOT}
+    return spot.get(Phase.IDLE, 0.0) / sum(spot.values()) if sum(spot.values()) else math.nan
 
 
 def _explored(scenario: Scenario, result: SimulationResult) -> Explored | None:
