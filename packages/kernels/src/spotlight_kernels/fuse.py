@@ -21,7 +21,7 @@ BLOCKS: Mapping[str, str] = {
     "Flux2TransformerBlock": "flux2_blocks.DOUBLE",
     "FluxSingleTransformerBlock": "flux_blocks.SINGLE",
     "FluxTransformerBlock": "flux_blocks.DOUBLE",
-    "HunyuanVideo15TransformerBlock": "hunyuan_video_15_blocks.DOUBLE",
+    "HunyuanVideo15TransformerBlock": "hunyuan_video_blocks.DOUBLE_15",
     "HunyuanVideoSingleTransformerBlock": "hunyuan_video_blocks.SINGLE",
     "HunyuanVideoTransformerBlock": "hunyuan_video_blocks.DOUBLE",
     "JointTransformerBlock": "sd3_blocks.JOINT",
