@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -36,20 +37,31 @@ def _is_saved(folder: Path) -> bool:
     return any((folder / name).is_file() for name in _SAVED)
 
 
-def dataset_objects(
-    path: Path,
-    split: str,
-    column: str,
-    references: str | None = None,
-    pictures: Path | None = None,
-    files: Collection[str] = (),
-) -> Iterator[str]:
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """What the columns of a file of prompts, or the keys of its objects, hold.
+
+    Attributes:
+        text: the prompt; of tables and datasets it must be there.
+        references: pictures that the prompt is about; None: those of ``references`` alone.
+        kept: where pictures are kept that datasets hold.
+        files: what else names files, which a dataset of the hub may not.
+    """
+
+    text: str = "prompt"
+    references: str | None = None
+    kept: Path | None = None
+    files: tuple[str, ...] = ()
+
+
+USUAL = Columns()
+
+
+def dataset_objects(path: Path, split: str, columns: Columns) -> Iterator[str]:
     """An object for each row; cells without a value are left out.
 
     Args:
         split: which, where the path names none and there are several.
-        references: column of the pictures that prompts are about, which are kept in ``pictures``.
-        files: columns that name files too, which one of the hub may not have.
 
     Raises:
         OSError: it cannot be read, or had from the hub.
@@ -57,30 +69,25 @@ def dataset_objects(
             are neither text nor numbers nor lists of them.
     """
     try:
-        yield from _objects(path, split, column, references, pictures, files)
+        yield from _objects(path, split, columns)
     except ImportError as error:
         raise ValueError(f"{error.name} is missing: {_INSTALL}") from error
 
 
-def _objects(
-    path: Path,
-    split: str,
-    column: str,
-    references: str | None,
-    pictures: Path | None,
-    files: Collection[str],
-) -> Iterator[str]:
-    within = [] if references is None else [_own_folder(path)]
+def _objects(path: Path, split: str, columns: Columns) -> Iterator[str]:
+    name = columns.references
+    within = [] if name is None else [_own_folder(path)]
     for number, row in enumerate(_rows(path, split)):
-        if number == 0 and column not in row:
-            raise ValueError(f"its columns are {', '.join(row)}; expected one named {column}. {OTHER_COLUMN}")
+        if number == 0 and columns.text not in row:
+            expected = f"expected one named {columns.text}. {OTHER_COLUMN}"
+            raise ValueError(f"its columns are {', '.join(row)}; {expected}")
         if str(path).startswith(HUB):
-            _refuse_files(row, {"references", "pictures", *files, *filter(None, [references])})
-        if references is not None and pictures is not None and row.get(references) is not None:
+            _refuse_files(row, {"references", "pictures", *columns.files, *filter(None, [name])})
+        if name is not None and columns.kept is not None and row.get(name) is not None:
             try:
-                row = {**row, references: with_kept(row[references], pictures, within)}
+                row = {**row, name: with_kept(row[name], columns.kept, within)}
             except (ValueError, OSError) as error:
-                raise ValueError(f"the column {references!r} of row {number + 1} has {error}") from error
+                raise ValueError(f"the column {name!r} of row {number + 1} has {error}") from error
         yield "{" + ", ".join(_cells(row)) + "}"
 
 
