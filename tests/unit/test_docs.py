@@ -31,7 +31,8 @@ from spotlight_rewards.base.yaml_tree import merge, parse_yaml
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "RELIABILITY.md")),
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / "packages").glob("*/README.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 LINK = re.compile(r"\]\((?!https?:|mailto:)([^)\s#]*)(#[^)\s]*)?\)")
@@ -118,7 +119,7 @@ def written_out(words: Sequence[str]) -> list[str]:
     return [word for word in words if not word.startswith("-")]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=by_name)
+@pytest.mark.parametrize("page", [page for page in PAGES if "packages" not in page.parts], ids=by_name)
 def test_what_samples_import_exists(page: Path) -> None:
     for language, block in FENCE.findall(page.read_text(encoding="utf-8")):
         for node in ast.walk(ast.parse(block)) if language == "python" else ():
@@ -268,6 +269,7 @@ def test_the_reference_names_every_key_and_every_option() -> None:
     for line in dump_config(load_config(None)).splitlines():
         if key := re.match(r" *(?:- )?(\w+):", line):
             assert re.search(rf"[`.]{key[1]}`", keys), key[1]
+    assert not re.search(r"\[/\w+\]|\| None|default: \]", commands), "markup, or an option without help"
     for name, command in COMMANDS.commands.items():
         assert f"## `spotlight {name}`" in commands
         for option in command.params:

@@ -9,6 +9,7 @@ import pytest
 
 from spotlight.config.load import load_config
 from spotlight.data.datasets import load_prompts
+from spotlight.dry_run.memory_plan import peak_bytes
 from spotlight.dry_run.run_plan import count_passes, make_plan
 from spotlight.testbed import PIPELINE_DIR
 from spotlight_files.model_errors import ModelError
@@ -20,6 +21,13 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))
 RANKS = re.compile(r"spotlight train examples/\S+ --ranks (\d+)(.*)")
 """Command lines in an example's header: the ranks, and the overrides of a variant."""
+
+PAGES = [ROOT / "docs" / "howto" / name for name in ("run-on-gpus.md", "small-gpus.md")]
+STATED: dict[str, list[str]] = {}
+"""GiB of a recipe, by the tables of the documentation."""
+for page in PAGES:
+    for name, gib in re.findall(r"^\| \[?`([\w.-]+)`.*? ([\d.]+) GiB", page.read_text("utf-8"), re.MULTILINE):
+        STATED.setdefault(name, []).append(gib)
 
 
 def home(example: Path) -> Path:
@@ -67,6 +75,9 @@ def test_it_plans(example: Path) -> None:
         pytest.fail(str(error))
     assert plan.train_prompts >= config.rollout.prompts_per_iteration
     assert plan.test_prompts
+    for stated in STATED.get(example.stem, ()):
+        digits = len(stated.partition(".")[2])
+        assert f"{peak_bytes(plan.memory) / 2**30:.{digits}f}" == stated, "its memory in docs/howto"
 
 
 def test_its_rewards_exist_and_take_its_prompts(example: Path) -> None:

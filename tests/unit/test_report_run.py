@@ -356,12 +356,14 @@ def test_the_card_tells_no_address_command_place_or_parameter(run: RunRecord) ->
     config = run.config
     for key, value in SECRETS.items():
         config = _set(config, key.split("."), Path(value) if key in ("runs_dir", "cache_dir") else value)
+    config = _set(config, ["learner", "lora", "targets"], ("to_q",))
     text = write_card(replace(run, config=config)).read_text()
     assert "`prettiest`" in text
     assert "`base-model`" in text
     settings = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])
     assert settings["rewards"] == [{"name": "prettiest", "weight": 1.0}]
     assert settings["learner"]["lora"]["rank"] == config.learner.lora.rank
+    assert settings["learner"]["lora"]["targets"] == ["to_q"]
     assert settings["algorithm"]["name"] == "diffusion-nft"
     assert not {"runs_dir", "cache_dir", "data", "fleet", "metrics", "policies"} & settings.keys()
     in_code, outside = text.split("```python")[1].split("```")[0], text.replace("secret words", "", 1)
