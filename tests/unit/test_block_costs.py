@@ -100,7 +100,7 @@ KEPT = {
     ("black-forest-labs/FLUX.1-dev", "num_single_layers"): (14.1, 10.1),
     ("black-forest-labs/FLUX.2-klein-4B", "num_layers"): (25.2, 13.1),
     ("black-forest-labs/FLUX.2-klein-4B", "num_single_layers"): (21.1, 12.0),
-    ("black-forest-labs/FLUX.2-dev", "num_layers"): (25.2, 13.1),
+    ("black-forest-labs/FLUX.2-dev", "num_layers"): (25.1, 13.1),
     ("black-forest-labs/FLUX.2-dev", "num_single_layers"): (21.1, 12.0),
     ("krea/Krea-2-Raw", "num_layers"): (25.3, 11.9),
     ("stabilityai/stable-diffusion-3.5-medium", "num_layers"): (18.3, 11.2),
