@@ -35,6 +35,7 @@ PAGES = [
     *sorted((ROOT / "packages").glob("*/README.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
+HEADERS = [*sorted((ROOT / "examples").rglob("*.yaml")), *sorted((ROOT / "launch").iterdir())]
 LINK = re.compile(r"\]\((?!https?:|mailto:)([^)\s#]*)(#[^)\s]*)?\)")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`\n]+)`")
@@ -98,6 +99,15 @@ def test_commands_options_and_overrides_exist(page: Path) -> None:
             require_scenario(page, words[1:])
         if words[0] in {"train", "config"}:
             require_configuration(page, written_out(words[1:]), whole=True)
+
+
+@pytest.mark.parametrize("file", HEADERS, ids=by_name)
+def test_commands_in_headers_exist(file: Path) -> None:
+    for line in re.findall(r"^#   (spotlight .*)$", file.read_text(encoding="utf-8"), re.MULTILINE):
+        for words in calls(line):
+            require_options(words)
+            if words[0] in {"train", "config"}:
+                require_configuration(file, written_out(words[1:]), whole=True)
 
 
 def written_out(words: Sequence[str]) -> list[str]:
