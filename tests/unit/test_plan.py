@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from planned_config import PROMPTS, ROLLOUT, config
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
@@ -36,7 +37,6 @@ from spotlight.dry_run.model_plan import (
     lora_parameters,
     read_sizes,
 )
-from spotlight.dry_run.reward_plan import reward_places
 from spotlight.dry_run.run_plan import RunPlan, count_passes, make_plan
 from spotlight.models.families.qwen_image import QwenImage
 from spotlight.models.media import MediaSize
@@ -44,15 +44,8 @@ from spotlight.runtime.preflight import require_disk
 from spotlight_files.model_errors import ModelError
 from spotlight_rewards.base.errors import ConfigError
 from spotlight_rewards.base.file_errors import StoreError
-from spotlight_rewards.reward import RewardSetupError
 
 WIDTH, LAYERS = 8, 3
-ROLLOUT = {"prompts_per_iteration": 3, "group_size": 4, "steps": 5}
-PROMPTS = {"train": "testbed", "test": "testbed"}
-
-
-def config(**sections: object) -> RunConfig:
-    return build_config({"rollout": ROLLOUT, "data": PROMPTS, **sections}, "the test")
 
 
 @pytest.mark.parametrize(
@@ -382,50 +375,6 @@ def test_the_dry_run_prints_the_configuration_and_the_plan_and_touches_nothing(
     assert "Estimate: needs three iterations of it" in words.rpartition("Every key")[2]
     assert "rollout.prompts_per_iteration is 1024, but data.train has" in words
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_a_reward_that_is_none_is_found_by_planning() -> None:
-    with pytest.raises(RewardSetupError, match="Did you mean 'shapes'"):
-        make_plan(config(rewards=[{"name": "shape"}]))
-
-
-def test_the_plan_says_where_each_reward_runs(tmp_path: Path) -> None:
-    weights = tmp_path / "weights"
-    weights.mkdir()
-    save_file({"a": np.zeros((10, 3), np.float16), "b": np.zeros(5, np.float32)}, weights / "m.safetensors")
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "m.safetensors").write_bytes(b"\xff" * 20)
-    endpoint = {"base_url": "http://user:secret@10.0.0.7:8000/v1", "model": "m"}
-    model = {"path": str(weights)}
-    judge, here, own, clip, broken = reward_places(config(rewards=[
-        {"name": "vlm-judge", "replicas": 2, "params": {"endpoint": endpoint}},
-        {"name": "vlm-judge", "label": "here", "device": "learner", "params": {"model": model}},
-        {"name": "mine:own"},
-        {"name": "clip-score", "device": "cuda", "params": {"model": str(weights)}},
-        {"name": "clip-score", "label": "c2", "device": "cpu", "params": {"model": str(tmp_path / "broken")}},
-    ]))  # fmt: skip
-    assert (judge.replicas, judge.asks, judge.weights_bytes) == (2, "10.0.0.7:8000", 0)
-    assert (here.replicas, here.place, here.weights_bytes) == (
-        1,
-        "beside the trainer, on its GPU if it has one",
-        2 * 35,
-    )
-    assert (own.replicas, own.weights_bytes) == (None, 0)
-    assert (clip.place, clip.weights_bytes) == ("a GPU each that no trainer uses", 4 * 35)
-    assert (broken.weights_bytes, broken.missing) == (None, (str(tmp_path / "broken"),))
-    part = tmp_path / "whole" / "part"
-    part.mkdir(parents=True)
-    for name in ("m-00001-of-00001", "m.fp16"):
-        save_file({"a": np.zeros(7, np.float32)}, part / f"{name}.safetensors")
-    index = {"weight_map": {"a": "m-00001-of-00001.safetensors"}}
-    (part / "m.safetensors.index.json").write_text(json.dumps(index))
-    (indexed,) = reward_places(
-        config(rewards=[{"name": "clip-score", "params": {"model": str(part.parent)}}])
-    )
-    assert indexed.weights_bytes == 4 * 7
-    cluster = {"driver": "ray", "address": "10.0.0.5:6379"}
-    (ocr,) = reward_places(config(fleet=cluster, rewards=[{"name": "ocr", "device": "spot"}]))
-    assert (ocr.replicas, ocr.place) == (None, "idle CPUs of spot nodes")
 
 
 @pytest.mark.parametrize(

@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from planned_config import ROLLOUT, config
 
-from spotlight.config.load import build_config
 from spotlight.config.schema import RunConfig
 from spotlight.dry_run.run_plan import count_passes
-
-ROLLOUT = {"prompts_per_iteration": 3, "group_size": 4, "steps": 5}
-PROMPTS = {"train": "testbed", "test": "testbed"}
-
-
-def config(**sections: object) -> RunConfig:
-    return build_config({"rollout": ROLLOUT, "data": PROMPTS, **sections}, "the test")
 
 
 def walk(settings: RunConfig, timesteps: int, per_timestep: int) -> int:
