@@ -47,8 +47,8 @@ class _Driver:
 def launches_nothing() -> Iterator[None]:
     """Results of fused operators are undefined; all that a host does for them is done."""
     on_cpu = torch.library.Library("spotlight_kernels", "IMPL")  # type: ignore[no-untyped-call]
-    for name in ("join_heads", "join_heads_backward", "add_norm", "add_norm_backward"):
-        on_cpu.impl(name, getattr(registered, f"_{name}"), "CPU")  # type: ignore[no-untyped-call]
+    for name, launched in registered.LAUNCHED.items():
+        on_cpu.impl(name, launched, "CPU")  # type: ignore[no-untyped-call]
     index_of_a_cpu = patch("torch.cuda.current_device", lambda: None)
     try:
         with patch.object(driver, "_active", _Driver()), index_of_a_cpu:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from diffusers.models.transformers.transformer_krea2 import Krea2RMSNorm, Krea2TransformerBlock
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
@@ -101,6 +102,10 @@ class Reference:
     def add_norm(x: Tensor, y: Tensor | None, *flat: Any) -> tuple[Tensor, Tensor | None]:
         *parts, eps, offset, rounded, norm = flat
         return add_norm_reference(x, y, Modulation(*parts), eps, offset=offset, rounded=rounded, norm=norm)
+
+    @staticmethod
+    def gated(gate: Tensor, value: Tensor, silu: bool) -> Tensor:
+        return (F.silu(gate) if silu else torch.sigmoid(gate)) * value
 
 
 @pytest.mark.parametrize("name", ["HunyuanVideo 1.5", "Krea 2", "Krea 2, text", "Z-Image"])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -18,7 +19,9 @@ from spotlight_kernels.operators import (
     Modulation,
     add_norm,
     add_norm_reference,
+    gated,
     gated_add,
+    gated_halves,
     join_heads,
     join_heads_reference,
 )
@@ -89,6 +92,34 @@ def test_rows_are_added_normalised_and_modulated(
         lambda: add_norm_reference(x, y, by, EPS, **options),  # type: ignore[arg-type, return-value]
         leaves,
     )
+
+
+@settings(max_examples=8)
+@given(
+    st.sampled_from([torch.float32, torch.bfloat16]), st.booleans(), st.booleans(), st.sampled_from([3, 1030])
+)
+def test_values_are_gated(kind: torch.dtype, silu: bool, halves: bool, width: int) -> None:
+    torch.manual_seed(width)
+    wide = torch.randn(BATCH, 5, 2 * width).to(kind)[:, 1:]
+    value = torch.randn(5, BATCH, width).to(kind).transpose(0, 1)[:, 1:]
+    gate = wide[..., :width] if not halves else torch.randn(BATCH, 4, width).to(kind)
+    act = F.silu if silu else torch.sigmoid
+    leaves = leaves_of(gate.detach(), value.detach())
+    agree(lambda: [gated(*leaves, silu=silu)], lambda: [act(leaves[0]) * leaves[1]], leaves)
+    (whole,) = leaves_of(wide.detach())
+    agree(
+        lambda: [gated_halves(whole)],
+        lambda: [F.silu(whole[..., :width]) * whole[..., width:]],
+        [whole],
+    )
+
+
+def test_a_gate_of_another_shape_or_type_is_refused() -> None:
+    for other in (torch.randn(2, 4), torch.randn(2, 3).bfloat16()):
+        with pytest.raises(ValueError, match=r"expected the value's \[2, 3\], torch\.float32"):
+            gated(other, torch.randn(2, 3), silu=True)
+    with pytest.raises(ValueError, match="with stride 2; expected 1"):
+        gated(torch.randn(3, 2).t(), torch.randn(2, 3), silu=True)
 
 
 @settings(max_examples=15)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
-import torch
 import torch.nn.functional as F
 from diffusers.models.activations import GELU
 from diffusers.models.attention import FeedForward
@@ -15,6 +14,7 @@ from diffusers.models.transformers.transformer_krea2 import Krea2SwiGLU
 from torch import Tensor
 
 from spotlight_kernels.lora import Again, project
+from spotlight_kernels.operators import gated, gated_halves
 
 
 def fused_forward(mlp: Any) -> Callable[..., Tensor] | None:
@@ -60,29 +60,6 @@ def swiglu(mlp: Any, x: Tensor, again: Again | None = None) -> Tensor:
 def gated_feed_forward(x: Tensor, up: tuple[Any, Any], down: Any, again: Again | None) -> Tensor:
     """``down(silu(gate(x)) * value(x))`` with layers ``up`` = (gate, value); as :func:`feed_forward`."""
     gate, value = project(x, up, again)
-    (out,) = project(gated_product(gate, value), [down], Again(gated_product, (gate, value)))
+    combine = partial(gated, silu=True)
+    (out,) = project(combine(gate, value), [down], Again(combine, (gate, value)))
     return out
-
-
-def gated_halves(wide: Tensor) -> Tensor:
-    """:func:`gated_product` of the halves of the last dimension."""
-    gate, value = wide.chunk(2, dim=-1)
-    return gated_product(gate, value)
-
-
-def gated_product(gate: Tensor, value: Tensor) -> Tensor:
-    """``silu(gate) * value``, which keeps nothing else for its backward."""
-    return cast(Tensor, _GatedProduct.apply(gate, value))  # type: ignore[no-untyped-call]
-
-
-class _GatedProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, value: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, value)
-        return F.silu(gate) * value
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        gate, value = ctx.saved_tensors
-        to_gate = torch.ops.aten.silu_backward(gradient * value, gate)
-        return to_gate, gradient * F.silu(gate)

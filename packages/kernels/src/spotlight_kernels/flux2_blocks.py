@@ -15,9 +15,8 @@ from torch import Tensor
 
 from spotlight_kernels import blocks, flux_blocks
 from spotlight_kernels.blocks import Angles, New, Normed, pairs
-from spotlight_kernels.feed_forward import gated_halves
 from spotlight_kernels.lora import Again, project
-from spotlight_kernels.operators import gated_add
+from spotlight_kernels.operators import gated_add, gated_halves
 
 
 class Flux2Processor(Flux2AttnProcessor):  # type: ignore[misc]

@@ -5,19 +5,18 @@ The weights of norms are stored around 0, and in float32 also where the rest is 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_krea2 import Krea2AttnProcessor, Krea2RMSNorm
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from spotlight_kernels import blocks
 from spotlight_kernels.blocks import Angles, New
 from spotlight_kernels.feed_forward import through
 from spotlight_kernels.lora import Again, project
-from spotlight_kernels.operators import HeadStream, Modulation, gated_add, join_heads
+from spotlight_kernels.operators import HeadStream, Modulation, gated, gated_add, join_heads
 
 _OFFSET = 1.0
 
@@ -52,26 +51,8 @@ class Krea2Processor(Krea2AttnProcessor):  # type: ignore[misc]
             backend=self._attention_backend,
             parallel_config=self._parallel_config,
         ).flatten(2, 3)
-        return project(_gated(attended, gate), [attn.to_out[0]], Again(_gated, (attended, gate)))[0]
-
-
-def _gated(x: Tensor, gate: Tensor) -> Tensor:
-    """``x * sigmoid(gate)``, which keeps nothing else for its backward."""
-    return _Gated.apply(x, gate)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class _Gated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor) -> Tensor:
-        ctx.save_for_backward(x, gate)
-        return x * torch.sigmoid(gate)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        x, gate = ctx.saved_tensors
-        share = torch.sigmoid(gate)
-        return gradient * share, torch.ops.aten.sigmoid_backward(gradient * x, share)
+        combine = partial(gated, silu=False)
+        return project(combine(gate, attended), [attn.to_out[0]], Again(combine, (gate, attended)))[0]
 
 
 def forward(

@@ -152,6 +152,24 @@ def gated_add(
     return cast(Tensor, total)
 
 
+def gated(gate: Tensor, value: Tensor, *, silu: bool) -> Tensor:
+    """``silu(gate) * value``, or ``sigmoid(gate) * value``; only these two are kept for the backward.
+
+    Args:
+        gate, value: of the same shape and type, their last dimension contiguous.
+    """
+    if not torch.is_grad_enabled():
+        return cast(Tensor, ops.gated(gate, value, silu))
+    return cast(Tensor, _Gated.apply(gate, value, silu))  # type: ignore[no-untyped-call]
+
+
+def gated_halves(wide: Tensor) -> Tensor:
+    """:func:`gated` of the halves of the last dimension, with SiLU; their gradients are written as one."""
+    if not torch.is_grad_enabled():
+        return cast(Tensor, ops.gated(*wide.chunk(2, -1), True))
+    return cast(Tensor, _GatedHalves.apply(wide))  # type: ignore[no-untyped-call]
+
+
 def rows_of(x: Tensor) -> Tensor:
     """``x`` [batch, tokens, width], or of other dimensions, as [all tokens, width], copied if it must be.
 
@@ -221,6 +239,33 @@ def add_norm_reference(
     if by.shift is not None:
         normal = step(normal) + by.shift.float()[:, None]
     return total, normal.to(kind)
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, value: Tensor, silu: bool) -> Tensor:
+        ctx.save_for_backward(gate, value)
+        ctx.silu = silu
+        return cast(Tensor, ops.gated(gate, value, silu))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        found = ops.gated_backward(gradient.contiguous(), *ctx.saved_tensors, ctx.silu, False)
+        return found[0], found[1], None
+
+
+class _GatedHalves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, wide: Tensor) -> Tensor:
+        ctx.save_for_backward(wide)
+        return cast(Tensor, ops.gated(*wide.chunk(2, -1), True))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (wide,) = ctx.saved_tensors
+        return cast(Tensor, ops.gated_backward(gradient.contiguous(), *wide.chunk(2, -1), True, True))
 
 
 class _JoinHeads(torch.autograd.Function):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ _OPERATORS = torch.library.Library("spotlight_kernels", "DEF")  # type: ignore[n
 ops = torch.ops.spotlight_kernels
 heads_forward, heads_backward = Kernel(triton_heads.forward), Kernel(triton_heads.backward)
 rows_forward, rows_backward = Kernel(triton_rows.forward), Kernel(triton_rows.backward)
+gated_forward, gated_backward = Kernel(triton_rows.gated), Kernel(triton_rows.gated_backward)
+_GATED_BLOCK = 1024
+"""Elements of a row that a program works on: 16 bytes of bfloat16 for each of its threads."""
 
 
 def _split(heads: int) -> tuple[int, int]:
@@ -243,6 +247,62 @@ def _empty_rows_backward(
     return given.new_empty(given.shape), given.new_empty(0 if alike else given.shape)
 
 
+def _rows_of(x: Tensor) -> tuple[Tensor, int]:
+    """With what lies between the rows of its last dimension; a copy if that differs.
+
+    Raises:
+        ValueError: a kernel would read other elements than it is meant to.
+    """
+    width = x.shape[-1]
+    if x.stride(-1) != 1:
+        raise ValueError(f"rows of {width} with stride {x.stride(-1)}; expected 1")
+    rows = x.reshape(-1, width)
+    return rows, rows.stride(0)
+
+
+def _gated(gate: Tensor, value: Tensor, silu: bool) -> Tensor:
+    out = _empty_gated(gate, value, silu)
+    (gate, gate_s), (value, value_s) = _rows_of(gate), _rows_of(value)
+    rows, width = gate.shape
+    gated_forward.launch(
+        (rows, -(-width // _GATED_BLOCK)),
+        (gate, value, out),
+        (width, gate_s, value_s),
+        (_GATED_BLOCK, silu),
+    )
+    return out
+
+
+def _empty_gated(gate: Tensor, value: Tensor, silu: bool) -> Tensor:
+    if gate.shape != value.shape or gate.dtype != value.dtype:
+        raise ValueError(
+            f"a gate of {list(gate.shape)}, {gate.dtype}; "
+            f"expected the value's {list(value.shape)}, {value.dtype}"
+        )
+    return value.new_empty(value.shape)
+
+
+def _gated_backward(gradient: Tensor, gate: Tensor, value: Tensor, silu: bool, joined: bool) -> Tensor:
+    out = _empty_gated_backward(gradient, gate, value, silu, joined)
+    to_gate, to_value = out.chunk(2, -1) if joined else out
+    (gate, gate_s), (value, value_s), (_, out_s) = map(_rows_of, (gate, value, to_gate))
+    rows, width = gate.shape
+    gated_backward.launch(
+        (rows, -(-width // _GATED_BLOCK)),
+        (gradient, gate, value, to_gate, to_value),
+        (width, gate_s, value_s, out_s),
+        (_GATED_BLOCK, silu),
+    )
+    return out
+
+
+def _empty_gated_backward(gradient: Tensor, gate: Tensor, value: Tensor, silu: bool, joined: bool) -> Tensor:
+    *others, width = gradient.shape
+    return gradient.new_empty((*others, 2 * width) if joined else (2, *gradient.shape))
+
+
+LAUNCHED: dict[str, Callable[..., object]] = {}
+"""What every operator does where kernels run, by its name."""
 for _schema, _kernel, _shape in (
     (
         "join_heads(Tensor[] x, Tensor?[] weight, Tensor?[] cos, Tensor?[] sin, int size, float eps, "
@@ -270,9 +330,16 @@ for _schema, _kernel, _shape in (
         _add_norm_backward,
         _empty_rows_backward,
     ),
+    ("gated(Tensor gate, Tensor value, bool silu) -> Tensor", _gated, _empty_gated),
+    (
+        "gated_backward(Tensor gradient, Tensor gate, Tensor value, bool silu, bool joined) -> Tensor",
+        _gated_backward,
+        _empty_gated_backward,
+    ),
 ):
     _OPERATORS.define(_schema)  # type: ignore[no-untyped-call]
     _name = _schema.split("(")[0]
+    LAUNCHED[_name] = _kernel
     for _function, _key in (
         (_shape, "Meta"),
         (_kernel, "CUDA"),

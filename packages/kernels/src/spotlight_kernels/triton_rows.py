@@ -189,3 +189,55 @@ def backward(
             total = _through_rms(total * branch_w, value, width, eps)
         if GATE or BRANCH:
             tl.store(to_y + at, total.to(kind), mask=there)
+
+
+@triton.jit
+def _sigmoid(value):
+    return 1.0 / (1.0 + tl.exp(-value))
+
+
+@triton.jit
+def gated(gate, value, out, width, gate_s, value_s, BLOCK: tl.constexpr, SILU: tl.constexpr):
+    """See :func:`spotlight_kernels.operators.gated`; ``out`` is contiguous."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    kind = out.dtype.element_ty
+    g = _row(gate, row, gate_s, column, inside)
+    v = _row(value, row, value_s, column, inside)
+    share = _sigmoid(g)
+    if SILU:
+        share = g * share
+    tl.store(out + row * width + column, (_rounded(share, kind, True) * v).to(kind), mask=inside)
+
+
+@triton.jit
+def gated_backward(
+    gradient,
+    gate,
+    value,
+    to_gate,
+    to_value,
+    width,
+    gate_s,
+    value_s,
+    out_s,
+    BLOCK: tl.constexpr,
+    SILU: tl.constexpr,
+):
+    """Gradients of ``gate`` and ``value``; ``gradient`` is contiguous."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    kind = to_gate.dtype.element_ty
+    slope = _row(gradient, row, width, column, inside)
+    g = _row(gate, row, gate_s, column, inside)
+    v = _row(value, row, value_s, column, inside)
+    share = _sigmoid(g)
+    along = share * (1.0 - share)
+    if SILU:
+        along = share + g * along
+        share = g * share
+    at = row * out_s + column
+    tl.store(to_gate + at, (slope * v * along).to(kind), mask=inside)
+    tl.store(to_value + at, (slope * share).to(kind), mask=inside)
