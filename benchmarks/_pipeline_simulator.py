@@ -22,9 +22,11 @@ from rich.table import Table
 from spotlight.scheduler.events import NodeJoined
 from spotlight.scheduler.types import Phase
 from spotlight_plan.compare import SimulationOutcome, SimulationTask, run_tasks
-from spotlight_plan.scenarios.prepare import Prepared, prepare, scenario_of
+from spotlight_plan.scenarios.prepare import prepare
+from spotlight_plan.scenarios.prepared_scenario import Prepared
 from spotlight_plan.scenarios.scenario_load import load_scenario
 from spotlight_plan.scenarios.strategies import PipelinePart, strategy_named
+from spotlight_plan.scenarios.strategy_scenario import scenario_of
 
 MODELS = {
     "HunyuanVideo": "pipeline-hunyuanvideo",

@@ -28,10 +28,11 @@ from rich.table import Table
 
 from spotlight.scheduler.cluster.queue import PullQueue
 from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId, WorkerId
-from spotlight_plan.scenarios.prepare import prepare, scenario_of
+from spotlight_plan.scenarios.prepare import prepare
 from spotlight_plan.scenarios.scenario_file import ScenarioFile
 from spotlight_plan.scenarios.scenario_load import load_scenario
 from spotlight_plan.scenarios.strategies import STRATEGIES
+from spotlight_plan.scenarios.strategy_scenario import scenario_of
 from spotlight_plan.simulation.virtual_driver import simulate
 from spotlight_rewards.base.prompts import PromptId
 

@@ -18,9 +18,10 @@ from typing import Annotated
 import typer
 
 from spotlight_plan.candidates import grid, shape_of, ways
+from spotlight_plan.estimates import Estimates
 from spotlight_plan.scenarios.scenario_file import ScenarioFile
 from spotlight_plan.scenarios.scenario_load import load_scenario
-from spotlight_plan.search import Estimates, EvaluatedCandidate, Goal, confirm, search
+from spotlight_plan.search import EvaluatedCandidate, Goal, confirm, search
 
 SMALL = (
     "workload.prompts=25",

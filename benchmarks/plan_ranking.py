@@ -25,7 +25,8 @@ import typer
 
 from spotlight_plan.closed_form import ClosedForm
 from spotlight_plan.compare import SimulationTask, run_task
-from spotlight_plan.scenarios.prepare import at_starts, prepare
+from spotlight_plan.scenarios.prepare import prepare
+from spotlight_plan.scenarios.prepared_scenario import at_starts
 from spotlight_plan.scenarios.scenario_load import load_scenario
 from spotlight_plan.scenarios.strategies import strategy_named
 

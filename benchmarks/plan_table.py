@@ -27,13 +27,14 @@ import typer
 
 from spotlight_plan.candidates import Candidate, Machine, grid, prepared_for, shape_of
 from spotlight_plan.compare import SimulationOutcome, run_tasks
+from spotlight_plan.estimates import Estimates
 from spotlight_plan.explanation.levers import lever_steps
 from spotlight_plan.pages.comparison_summary import between, hours, usd
 from spotlight_plan.pages.verdict import ratios
 from spotlight_plan.scenarios.scenario_file import ScenarioFile
 from spotlight_plan.scenarios.scenario_load import load_scenario
 from spotlight_plan.scenarios.strategies import PipelinePart, with_parts
-from spotlight_plan.search import Estimates, Goal
+from spotlight_plan.search import Goal
 from spotlight_plan.strategy_runs import StrategyRuns, tasks_from_starts
 
 CLOUDS = ("aws", "gcp", "azure")

@@ -16,7 +16,7 @@ from spotlight.registry import FAMILIES
 HALF = torch.bfloat16
 LEVELS = torch.tensor([0.3, 0.9])
 SLOTS: tuple[Slot, ...] = ("policy", "old", "reference")
-KEPT = {"wan": 0.01}
+KEPT = {"wan": 0.01, "wan-i2v": 0.01}
 """Of families with layers that diffusers keeps in float32, which autocast would compute in bfloat16: norm of
 the difference over that of the value."""
 FIRST = ("qwen-image", "flux", "sd3", "wan")

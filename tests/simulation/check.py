@@ -29,9 +29,9 @@ from spotlight.scheduler import events as ev
 from spotlight.scheduler.cluster.recovery import Recovery
 from spotlight.scheduler.types import Filler, Node
 from spotlight_plan.simulation.scenario import NodeEvent
-from spotlight_plan.simulation.virtual_driver import Simulation
 from spotlight_plan.simulation.virtual_workers import Receipt
 from tests.simulation.faults import FaultInjector, FaultKind
+from tests.simulation.faulty_simulation import FaultySimulation
 from tests.simulation.reference_model import ReferenceModel
 from tests.simulation.swarm import Trial, draw_trial
 
@@ -80,7 +80,7 @@ class TrialOutcome:
     kind: str | None = None
 
 
-class CheckedSimulation(Simulation):
+class CheckedSimulation(FaultySimulation):
     """A simulation with faults, compared with a reference model after every event."""
 
     def __init__(self, trial: Trial) -> None:
@@ -103,13 +103,13 @@ class CheckedSimulation(Simulation):
         super().apply(event)
 
     def reboot(self, node: Node) -> None:
-        """See :class:`Simulation`."""
+        """See :class:`FaultySimulation`."""
         # `apply` bills the node again, if it was there.
         self.reference.bill.apply(ev.NodeLost(node.id), self.now)
         super().reboot(node)
 
     def restart_head(self, down_s: float) -> None:
-        """See :class:`Simulation`; recoveries counted by the old controller are kept."""
+        """See :class:`FaultySimulation`; recoveries counted by the old controller are kept."""
         self.branches.update(self.controller.cluster.recoveries)
         super().restart_head(down_s)
         durable = self.learner.checkpoint

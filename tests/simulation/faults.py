@@ -14,8 +14,8 @@ from enum import StrEnum
 
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.types import Node, NodeId, NodeKind
-from spotlight_plan.simulation.virtual_driver import Simulation
 from spotlight_plan.simulation.virtual_processes import VirtualProcess
+from tests.simulation.faulty_simulation import FaultySimulation
 
 
 class FaultKind(StrEnum):
@@ -91,7 +91,7 @@ def draw_faults(source: random.Random, count: int, within_events: int) -> tuple[
 class FaultInjector:
     """Injects faults when they are due; ``injected`` counts them by kind."""
 
-    simulation: Simulation
+    simulation: FaultySimulation
     faults: tuple[Fault, ...]
     injected: Counter[FaultKind] = field(default_factory=Counter)
     last_s: float = 0.0

@@ -230,7 +230,8 @@ def _never_unsaved(self: LearnerLife) -> bool:
 
 
 def _forgets_what_was_trained(self: Unsaved, ended: Iteration) -> None:
-    self.names.clear()
+    self.trained.clear()
+    self.left_out.clear()
 
 
 _observe = LearnerLife.observe

@@ -360,12 +360,16 @@ class ReferenceModel:
         return max(given_s, min(measured_s, times * given_s))
 
     def _trained_after(self, position: int) -> set[Rollout]:
-        """Samples whose training is undone, and that are kept because of it, unless a preview made them."""
+        """Samples trained or left out, which is undone; they are kept for it, unless a preview made them."""
         if not self.simulation.scenario.plan.cluster.learner_moves:
             return set()
         expected = self.expected
-        trained = [each.rollout for each in expected.records[position:] if isinstance(each, SampleTrained)]
-        return {expected.issued[name] for name in trained if name not in expected.kept}
+        ended = [
+            each.rollout
+            for each in expected.records[position:]
+            if isinstance(each, SampleTrained) or (isinstance(each, SampleDropped) and each.reason.by_choice)
+        ]
+        return {expected.issued[name] for name in ended if name not in expected.kept}
 
     def _check_grant(self, grant: ef.GrantLease, discarded: set[RolloutId]) -> None:
         lease, simulation, plan = grant.lease, self.simulation, self.simulation.scenario.plan

@@ -143,16 +143,29 @@ INNER_ROOMS: dict[str, dict[str, set[str]]] = {
             "prices",
             "scenarios",
         },
-        "closed_form": {
-            "compare",
+        "iteration_form": {
             "learning_speed",
             "scenarios",
+        },
+        "closed_form": {
+            "compare",
+            "iteration_form",
+            "learning_speed",
+            "scenarios",
+        },
+        "estimates": {
+            "candidates",
+            "closed_form",
+            "compare",
+            "prices",
+            "scenarios",
+            "strategy_runs",
         },
         "search": {
             "candidates",
             "closed_form",
             "compare",
-            "prices",
+            "estimates",
             "scenarios",
             "strategy_runs",
         },
@@ -166,6 +179,7 @@ INNER_ROOMS: dict[str, dict[str, set[str]]] = {
         "explanation": {
             "candidates",
             "closed_form",
+            "estimates",
             "scenarios",
             "search",
             "strategy_runs",
@@ -173,6 +187,7 @@ INNER_ROOMS: dict[str, dict[str, set[str]]] = {
         "pages": {
             "candidates",
             "compare",
+            "estimates",
             "explanation",
             "prices",
             "scenarios",

@@ -11,9 +11,11 @@ from statistics import fmean
 
 import pytest
 
-from spotlight_plan.closed_form import ClosedForm, IterationPace, chosen_variance
+from spotlight_plan.closed_form import ClosedForm
 from spotlight_plan.compare import SimulationTask, run_task
-from spotlight_plan.scenarios.prepare import Prepared, at_starts, prepare
+from spotlight_plan.iteration_form import IterationPace, chosen_variance
+from spotlight_plan.scenarios.prepare import prepare
+from spotlight_plan.scenarios.prepared_scenario import Prepared, at_starts
 from spotlight_plan.scenarios.scenario_load import load_scenario
 from spotlight_plan.scenarios.strategies import strategy_named
 
@@ -71,8 +73,8 @@ def test_more_idle_nodes_explore_more() -> None:
 def test_with_any_number_of_workers_training_remains() -> None:
     many = pace("spot_rollout_only", 10_000).seconds
     scoring_s = 16 * 8 * 0.117 * 4 / 32
-    assert form_of("spot_rollout_only")._training_s < many
-    assert many < form_of("spot_rollout_only")._training_s + scoring_s + 8
+    assert form_of("spot_rollout_only")._iteration._training_s < many
+    assert many < form_of("spot_rollout_only")._iteration._training_s + scoring_s + 8
 
 
 def test_overlapping_hides_the_shorter_of_both() -> None:

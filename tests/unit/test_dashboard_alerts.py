@@ -306,6 +306,16 @@ def test_one_iteration_alone_is_not_reported(name: str, metric: str) -> None:
     assert findings_in(NO_HISTORY, [{metric: share} for share in (0.9, 0.7, 0.4, 0.7, 0.4)]) == {name}
 
 
+@pytest.mark.parametrize(
+    ("name", "metric"),
+    [("rollouts_wait", "throughput/rollout_mfu"), ("training_waits", "throughput/train_mfu")],
+)
+def test_a_gpu_that_waits_in_all_of_the_newest_iterations_is_reported(name: str, metric: str) -> None:
+    assert findings_in(NO_HISTORY, [{metric: share} for share in (0.2, 0.2, 0.31, 0.2, 0.2)]) == set()
+    assert findings_in(NO_HISTORY, [{metric: share} for share in (0.5, 0.2, 0.2, 0.2, 0.2, 0.29)]) == {name}
+    assert findings_in(NO_HISTORY, [{"rollout/reward": 0.5}]) == set()  # on CPUs it is not known
+
+
 def test_limits_that_are_kept_are_not_reported(place: Path) -> None:
     with live(place) as (_, runs):
         history = read_history(runs["mine"].path)

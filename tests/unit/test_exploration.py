@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from tests.simulation.faulty_simulation import FaultySimulation
 
 from spotlight.config.requires import problems_of
 from spotlight.config.schema import RunConfig
@@ -28,7 +29,6 @@ from spotlight.scheduler.records import RolloutIssued, SampleDropped, SampleExpl
 from spotlight.scheduler.types import Node, NodeId, NodeKind, PolicyVersion, Purpose, Rollout
 from spotlight_plan.simulation.costs import ConstantCosts
 from spotlight_plan.simulation.scenario import Scenario
-from spotlight_plan.simulation.virtual_driver import Simulation
 from spotlight_plan.simulation.virtual_rewards import RewardModel
 from spotlight_plan.simulation.virtual_workers import Receipt
 from spotlight_rewards.base.errors import Problem
@@ -55,7 +55,7 @@ IDLE = revised(CRITICAL, where="idle", seeds_per_prompt_max=16)
 Tree = Mapping[str, Any]
 
 
-class Watched(Simulation):
+class Watched(FaultySimulation):
     """Keeps what the controller wrote down and asked for."""
 
     def __init__(self, scenario: Scenario) -> None:

@@ -12,16 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spotlight_plan.compare import SimulationTask, run_task
-from spotlight_plan.learning_speed import (
-    MEASURED,
-    Explored,
-    explored_of,
-    fitted_exponent,
-    learned_target,
-)
+from spotlight_plan.learning_speed import MEASURED, Explored, explored_of, fitted_exponent, learned_target
 from spotlight_plan.scenarios.prepare import prepare
-from spotlight_plan.scenarios.scenario_file import CONTRAST_EXPONENT, Target
 from spotlight_plan.scenarios.scenario_load import load_scenario
+from spotlight_plan.scenarios.scenario_sections import CONTRAST_EXPONENT, Target
 
 RANDOM = Target(value=200, source="assumed: for a test")
 BENCHMARKS = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text()

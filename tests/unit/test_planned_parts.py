@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from spotlight_plan import estimates as candidate_estimates
 from spotlight_plan import search as planning_search
 from spotlight_plan.candidates import grid, prepared_for
 from spotlight_plan.closed_form import ClosedForm
@@ -25,10 +26,13 @@ from spotlight_plan.compare import (
 )
 from spotlight_plan.explanation.sensitivity import sensitivity_of
 from spotlight_plan.pages.comparison_summary import notes_of, table_of
-from spotlight_plan.scenarios.prepare import Prepared, prepare, scenario_of
-from spotlight_plan.scenarios.scenario_file import SUBSET_SPEED, ScenarioFile, Target
+from spotlight_plan.scenarios.prepare import prepare
+from spotlight_plan.scenarios.prepared_scenario import Prepared
+from spotlight_plan.scenarios.scenario_file import ScenarioFile
 from spotlight_plan.scenarios.scenario_load import load_scenario
+from spotlight_plan.scenarios.scenario_sections import SUBSET_SPEED, Target
 from spotlight_plan.scenarios.strategies import PipelinePart, UnknownStrategyError, strategy_named, variants
+from spotlight_plan.scenarios.strategy_scenario import scenario_of
 from spotlight_plan.search import Goal, corrected, search
 from spotlight_plan.strategy_runs import StrategyRuns
 from spotlight_rewards.base.errors import ConfigError
@@ -283,7 +287,7 @@ def test_a_subset_that_the_learner_s_gpus_do_not_divide_is_left_out() -> None:
     """512 samples are shared by 512 GPUs, the 256 that a subset trains are not."""
     wish = "plan={strategies: [all_spot], parts: [subset], reserved_nodes: [64], spot_nodes: [64]}"
     file = load_scenario("paper-512", [wish, "run.starts=1"])
-    estimates = planning_search.Estimates(file, NOW)
+    estimates = candidate_estimates.Estimates(file, NOW)
     found = [one.strategy for one, _ in estimates.worth_it(grid(file, estimates.quotes)[0][0])]
     assert found == ["all_spot"]
     assert any("256 samples, which 512 learner GPUs do not divide" in reason for reason in estimates.left_out)
@@ -302,13 +306,13 @@ def test_ways_that_cannot_pay_are_not_followed_along_the_trace(monkeypatch: pyte
         return follow(form, start, seen)
 
     def found() -> list[str]:
-        estimates = planning_search.Estimates(file, NOW)
+        estimates = candidate_estimates.Estimates(file, NOW)
         clusters, _ = grid(file, estimates.quotes)
         return [repr(way) for cluster in clusters for way in estimates.worth_it(cluster)]
 
     monkeypatch.setattr(ClosedForm, "outcome", counted)
     quick, some = found(), len(followed)
-    monkeypatch.setattr(planning_search, "_hopeless", lambda form, limit_h: None)
+    monkeypatch.setattr(candidate_estimates, "_hopeless", lambda form, limit_h: None)
     monkeypatch.setattr(ClosedForm, "steady_s", lambda form, nodes: math.nan)
     assert found() == quick
     assert some < (len(followed) - some) / 2
@@ -325,13 +329,13 @@ def test_a_way_is_not_left_out_against_one_whose_target_is_unknown(
     file = load_scenario("mixed-512", [*losing, wish])
 
     def quickest_h() -> float:
-        estimates = planning_search.Estimates(file, NOW)
+        estimates = candidate_estimates.Estimates(file, NOW)
         clusters, _ = grid(file, estimates.quotes)
         found = [runs for cluster in clusters for _, runs in estimates.worth_it(cluster)]
         return min(runs.target_h.p50 for runs in found)
 
     pruned_h = quickest_h()
-    monkeypatch.setattr(planning_search, "_hopeless", lambda form, limit_h: None)
+    monkeypatch.setattr(candidate_estimates, "_hopeless", lambda form, limit_h: None)
     monkeypatch.setattr(ClosedForm, "steady_s", lambda form, nodes: math.nan)
     assert quickest_h() == pruned_h
 
@@ -348,7 +352,7 @@ def test_a_simulation_equal_to_the_closed_form_confirms_it(monkeypatch: pytest.M
         "run.starts=3",
     )
     file = load_scenario("video-1000", ["workload.prompts=12", "rewards.scorers=12", *losing, wish])
-    estimates = planning_search.Estimates(file, NOW)
+    estimates = candidate_estimates.Estimates(file, NOW)
     (cluster,) = grid(file, estimates.quotes)[0]
     ranked = planning_search.EvaluatedCandidate(*next(estimates.worth_it(cluster)))
     shown = ranked.runs.target_h.p50, ranked.runs.target_usd.p50

@@ -16,15 +16,8 @@ from test_launch_files import schema
 
 from spotlight.config.load import load_config
 from spotlight.config.schema import RunConfig
-from spotlight_plan import search as planning_search
-from spotlight_plan.candidates import (
-    Candidate,
-    Machine,
-    grid,
-    overrides_of,
-    prepared_for,
-    shape_of,
-)
+from spotlight_plan import estimates as candidate_estimates
+from spotlight_plan.candidates import Candidate, Machine, grid, overrides_of, prepared_for, shape_of
 from spotlight_plan.launch_files import (
     launch_files,
     launch_settings,
@@ -35,10 +28,11 @@ from spotlight_plan.launch_files import (
 from spotlight_plan.prices.quotes import PriceError, Quote
 from spotlight_plan.prices.sources import PriceQuery
 from spotlight_plan.scenarios import pricing
-from spotlight_plan.scenarios.prepare import prepare, scenario_of
+from spotlight_plan.scenarios.prepare import prepare
 from spotlight_plan.scenarios.scenario_file import ScenarioFile
 from spotlight_plan.scenarios.scenario_load import load_scenario
 from spotlight_plan.scenarios.strategies import strategy_named
+from spotlight_plan.scenarios.strategy_scenario import scenario_of
 from spotlight_plan.search import Goal, SearchResult, search
 from spotlight_rewards.base.errors import ConfigError
 
@@ -86,7 +80,7 @@ WISH = (
 
 @pytest.fixture(autouse=True)
 def quotes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning_search, "quotes_of", lambda file, gpus, now, unread: QUOTES)
+    monkeypatch.setattr(candidate_estimates, "quotes_of", lambda file, gpus, now, unread: QUOTES)
 
 
 def test_nodes_are_whole_machines() -> None:
@@ -206,12 +200,12 @@ def test_clouds_that_could_not_be_read_are_reported(monkeypatch: pytest.MonkeyPa
         return QUOTES
 
     monkeypatch.setattr(pricing, "load_prices", load)
-    monkeypatch.setattr(planning_search, "quotes_of", pricing.quotes_of)
+    monkeypatch.setattr(candidate_estimates, "quotes_of", pricing.quotes_of)
     pricing_found = prepare(small(), ("spotlight",), NOW).pricing
     assert (
         pricing_found.caveat == "prices of vast could not be read, and may be lower: vast: no answer in 30 s"
     )
-    found = planning_search.Estimates(small(), NOW)
+    found = candidate_estimates.Estimates(small(), NOW)
     assert found.reasons() == ("vast: its prices could not be read: vast: no answer in 30 s",)
 
 

@@ -6,15 +6,17 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import ExifTags, Image, ImageOps
 from test_hostile_files import png, soon
+from typer.testing import CliRunner
 
 from spotlight.api.arguments import prompt_files
+from spotlight.cli.main import app
 from spotlight.config.load import load_config
 from spotlight.data.datasets import Prompts, load_prompts
 from spotlight_rewards.base.errors import ConfigError
@@ -30,8 +32,10 @@ def picture(color: str = "red") -> bytes:
     return buffer.getvalue()
 
 
-def read(path: Path, cache: Path, column: str | None, test: object = "testbed") -> Prompts:
-    keys = [f"data.train={path}", f"data.test={test}", f"cache_dir={cache}"]
+def read(
+    path: Path, cache: Path, column: str | None, test: object = "testbed", keys: Sequence[str] = ()
+) -> Prompts:
+    keys = [f"data.train={path}", f"data.test={test}", f"cache_dir={cache}", *keys]
     keys += [] if column is None else [f"data.reference_column={column}"]
     return load_prompts(load_config(Path(os.devnull), keys))
 
@@ -194,12 +198,69 @@ def test_a_data_set_of_the_hub_names_no_file_of_this_machine(
         ("image", str(private)),
         ("image", media),
         ("image", [media]),
+        ("jpg_0", str(private)),  # of Pick-a-Pic, which become ``pictures``
+        ("reference", str(private)),  # which rewards read
+        ("source", str(private)),
     ]:
         monkeypatch.setattr(
             prompt_datasets, "_rows", lambda *_, name=column, found=value: [{"prompt": "a", name: found}]
         )
+        rewards = "rewards=[{name: edit-score, params: {reference: source}}, {name: first-frame}]"
         with pytest.raises(ConfigError, match=f"its column '{column}' names the file"):
-            read(Path("hf:someone/prompts"), tmp_path, "image" if column == "image" else None)
+            read(
+                Path("hf:someone/prompts"), tmp_path, "image" if column == "image" else None, keys=(rewards,)
+            )
+    rows = [{"prompt": "a", "reference": "as in a text book"}]
+    monkeypatch.setattr(prompt_datasets, "_rows", lambda *_: rows)
+    assert read(Path("hf:someone/prompts"), tmp_path, None).train[0].metadata == {
+        "reference": rows[0]["reference"]
+    }
+    score = ["score", "edit-score", str(private), "--prompts", "hf:someone/prompts"]
+    refused = CliRunner().invoke(app, score)
+    assert "its column 'reference' names the file 'as in a text book'" in " ".join(refused.output.split())
+
+
+def test_a_data_set_of_the_hub_has_pictures_of_its_own_snapshot_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    from spotlight_rewards.base import prompt_datasets
+
+    hub = tmp_path / "hub"
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(hub))
+
+    def cached(repository: str, name: str, content: bytes) -> Path:
+        """As the hub's client keeps a file: a link to a blob."""
+        blob = hub / repository / "blobs" / hashlib.sha256(content).hexdigest()
+        blob.parent.mkdir(parents=True, exist_ok=True)
+        blob.write_bytes(content)
+        link = hub / repository / "snapshots" / "c0" / name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(os.path.relpath(blob, link.parent))
+        return link
+
+    def first(path: Path) -> Prompts:
+        rows = [{"prompt": "a", "image": {"bytes": None, "path": str(path)}}]
+        monkeypatch.setattr(prompt_datasets, "_rows", lambda *_: rows)
+        return read(Path("hf:someone/prompts:train"), tmp_path / "cache", "image")
+
+    own, other = "datasets--someone--prompts", "datasets--me--private"
+    (prompt,) = first(cached(own, "cat.png", picture())).train
+    assert Path(prompt.references[0]).read_bytes() == picture()
+    private = hub / "private.png"
+    private.write_bytes(picture())
+    link = cached(own, "evil.png", b"")
+    link.unlink()
+    link.symlink_to(private)
+    for path in (
+        cached(other, "cat.png", picture()),
+        cached("models--me--private", "cat.png", picture()),
+        private,
+        link,
+    ):
+        with pytest.raises(ConfigError, match="outside the data set"):
+            first(path)
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")

@@ -16,18 +16,15 @@ from spotlight_fleet.traces.trace import TraceError
 from spotlight_plan.pages.comparison_summary import prices_of
 from spotlight_plan.prices.quotes import PriceError, Quote
 from spotlight_plan.scenarios import pricing
-from spotlight_plan.scenarios.prepare import degrees, prepare, scenario_of
+from spotlight_plan.scenarios.prepare import prepare
 from spotlight_plan.scenarios.pricing import Pricing
 from spotlight_plan.scenarios.profile import load_profile
-from spotlight_plan.scenarios.scenario_file import (
-    AlwaysOn,
-    GeneratedTrace,
-    PublicTraceSection,
-    ScenarioFile,
-)
+from spotlight_plan.scenarios.scenario_file import ScenarioFile
 from spotlight_plan.scenarios.scenario_load import load_scenario, scenario_names
+from spotlight_plan.scenarios.scenario_sections import AlwaysOn, GeneratedTrace, PublicTraceSection
 from spotlight_plan.scenarios.side_costs import egress_between
 from spotlight_plan.scenarios.strategies import STRATEGIES, SpotPlaces, strategy_named
+from spotlight_plan.scenarios.strategy_scenario import degrees, scenario_of
 from spotlight_plan.traces.public_traces import PUBLIC_TRACES
 from spotlight_rewards.base.errors import ConfigError
 

@@ -22,21 +22,16 @@ from spotlight.scheduler.types import NodeId, NodeKind, Phase
 from spotlight_fleet.traces.trace import PricePoint
 from spotlight_fleet.traces.trace_files import parse_trace
 from spotlight_plan.candidates import Candidate, Machine, grid, prepared_for, shape_of
-from spotlight_plan.compare import (
-    SimulationOutcome,
-    SimulationTask,
-    lasting,
-    outcome_of,
-    run_task,
-    run_tasks,
-)
+from spotlight_plan.compare import SimulationOutcome, SimulationTask, lasting, outcome_of, run_task, run_tasks
 from spotlight_plan.pages.comparison_summary import notes_of
 from spotlight_plan.pages.timeline_chart import CELLS_MAX, ROWS_MAX, timeline_chart
 from spotlight_plan.scenarios.fleet_events import SpotOffer, spot_events
-from spotlight_plan.scenarios.prepare import Prepared, prepare, scenario_of
+from spotlight_plan.scenarios.prepare import prepare
+from spotlight_plan.scenarios.prepared_scenario import Prepared
 from spotlight_plan.scenarios.scenario_file import ScenarioFile
 from spotlight_plan.scenarios.scenario_load import load_scenario
 from spotlight_plan.scenarios.strategies import STRATEGIES
+from spotlight_plan.scenarios.strategy_scenario import scenario_of
 from spotlight_plan.search import Goal, SearchResult, pareto, search
 from spotlight_plan.simulation.scenario import (
     GpuTimeline,

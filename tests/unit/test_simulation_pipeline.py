@@ -18,20 +18,13 @@ from spotlight_plan.candidates import grid
 from spotlight_plan.compare import SimulationOutcome, SimulationTask, run_task
 from spotlight_plan.pages.comparison_summary import notes_of, outcome_record, table_of
 from spotlight_plan.prices.quotes import Quote
-from spotlight_plan.scenarios.prepare import Prepared, prepare, scenario_of
-from spotlight_plan.scenarios.profile import (
-    learner_bytes,
-    load_profile,
-    require_memory,
-    timesteps_that_fit,
-)
+from spotlight_plan.scenarios.prepare import prepare
+from spotlight_plan.scenarios.prepared_scenario import Prepared
+from spotlight_plan.scenarios.profile import learner_bytes, load_profile, require_memory, timesteps_that_fit
 from spotlight_plan.scenarios.profile_costs import ProfileCosts, ProfiledWorkload
 from spotlight_plan.scenarios.scenario_load import load_scenario
-from spotlight_plan.scenarios.strategies import (
-    PipelinePart,
-    UnknownStrategyError,
-    strategy_named,
-)
+from spotlight_plan.scenarios.strategies import PipelinePart, UnknownStrategyError, strategy_named
+from spotlight_plan.scenarios.strategy_scenario import scenario_of
 from spotlight_plan.search import Goal, SearchResult, search
 from spotlight_plan.simulation.costs import ConstantCosts
 from spotlight_plan.simulation.scenario import Scenario, SimulationResult

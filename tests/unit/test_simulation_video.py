@@ -11,9 +11,10 @@ from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.cluster.placement import choose_degree
 from spotlight.scheduler.plan import latent_frames
-from spotlight_plan.scenarios.prepare import prepare, scenario_of
+from spotlight_plan.scenarios.prepare import prepare
 from spotlight_plan.scenarios.scenario_load import load_scenario
 from spotlight_plan.scenarios.strategies import STRATEGIES
+from spotlight_plan.scenarios.strategy_scenario import scenario_of
 from spotlight_plan.simulation.scenario import Scenario
 from spotlight_plan.simulation.virtual_driver import Simulation
 from spotlight_plan.simulation.virtual_workers import Receipt

@@ -10,9 +10,10 @@ import pytest
 from spotlight.scheduler.events import NodeJoined, NodeLost
 from spotlight.scheduler.types import Node, NodeId, NodeKind, Phase
 from spotlight_plan.compare import SimulationTask, lasting, run_task
-from spotlight_plan.scenarios.prepare import prepare, scenario_of
+from spotlight_plan.scenarios.prepare import prepare
 from spotlight_plan.scenarios.scenario_load import load_scenario
 from spotlight_plan.scenarios.strategies import strategy_named
+from spotlight_plan.scenarios.strategy_scenario import scenario_of
 from spotlight_plan.simulation.scenario import NodeEvent, PriceChanged, SimulationResult
 from spotlight_plan.simulation.spot_baselines import BaselineModel, replay
 

@@ -17,9 +17,10 @@ from spotlight_plan.candidates import Candidate, Machine
 from spotlight_plan.compare import SimulationOutcome, SimulationTask, run_task
 from spotlight_plan.pages.comparison_summary import between, hours, notes_of, table_of, usd
 from spotlight_plan.pages.plan_page import answer_text, lines_of
-from spotlight_plan.scenarios.prepare import Prepared, at_starts, prepare
-from spotlight_plan.scenarios.scenario_file import Target
+from spotlight_plan.scenarios.prepare import prepare
+from spotlight_plan.scenarios.prepared_scenario import Prepared, at_starts
 from spotlight_plan.scenarios.scenario_load import load_scenario
+from spotlight_plan.scenarios.scenario_sections import Target
 from spotlight_plan.search import EvaluatedCandidate, Goal, SearchResult, pareto, search
 from spotlight_plan.strategy_runs import StrategyRuns, grouped, range_of, tasks_from_starts
 from spotlight_rewards.base.errors import ConfigError

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import combinations
 from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from test_cluster import PLAN as CLUSTERED
+from test_cluster import SPOT, Room
 from test_controller import PLAN, Run
 
 from spotlight.config.load import load_config
@@ -22,7 +25,7 @@ from spotlight.scheduler import events as ev
 from spotlight.scheduler.plan import TRAINS_ALL, Plan, TrainingChoice
 from spotlight.scheduler.policies.selection import sample_variance
 from spotlight.scheduler.policies.subset.subset import choose_seeds
-from spotlight.scheduler.types import Baseline, DropReason, MicroBatch, Rollout
+from spotlight.scheduler.types import Baseline, DropReason, LeaseId, MicroBatch, NodeId, Rollout
 from spotlight_rewards.base.errors import ConfigError
 
 REWARDS = st.dictionaries(
@@ -330,3 +333,90 @@ def test_an_algorithm_with_checks_of_its_own_keeps_those_of_all() -> None:
     found = load_config(None, ["rollout.steps=10"]).model_copy(update={"algorithm": own}).every_problem()
     expected = {"algorithm.own", "algorithm.train_samples", "algorithm.train_timesteps"}
     assert expected <= {problem.key for problem in found}
+
+
+# -- a lost learner ----------------------------------------------------------------------------------------
+
+
+class Losing(Room):
+    """Obeys every effect, but for one, at which the learner is lost; each sample may be scored once.
+
+    Attributes:
+        prepared: batches.
+        freed: samples.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        self.prepared: list[ef.PrepareBatch] = []
+        self.scored: list[str] = []
+        self.freed: list[str] = []
+        self._todo = [
+            *self.feed(ev.NodeJoined(SPOT)),
+            *self.feed(ev.NodeJoined(replace(SPOT, id=NodeId("t")))),
+        ]
+
+    def until(self, kind: type[ef.Effect]) -> ef.Effect:
+        """Go on until such an effect, which is not obeyed."""
+        while True:
+            effect = self._todo.pop(0)
+            if isinstance(effect, kind):
+                return effect
+            self._todo += [found for event in self._answers(effect) for found in self.feed(event)]
+
+    def lose(self) -> None:
+        self._todo = self.feed(ev.LearnerLost("its node is gone"))
+
+    def _answers(self, effect: ef.Effect) -> Iterator[ev.Event]:
+        match effect:
+            case ef.StartWorker(worker, _, _, epoch):
+                yield ev.WorkerStarted(worker, epoch)
+            case ef.PullWeights(worker, epoch, version, lineage):
+                yield ev.WeightsPulled(worker, epoch, version, lineage)
+            case ef.FormGroup(leader, epoch):
+                yield ev.GroupFormed(leader, epoch)
+                yield ev.GroupPulled(leader, epoch, 8, LeaseId(0))
+            case ef.GrantLease(lease):
+                made_by = effect.rollouts[0].version
+                yield ev.LeaseCompleted(lease.worker, lease.id, lease.epoch, lease.rollouts, made_by)
+                yield ev.GroupPulled(lease.worker, lease.epoch, 8, lease.id)
+            case ef.ScoreSamples(rollouts, lineage):
+                self.scored += [rollout.id for rollout in rollouts]
+                scores = {rollout.id: {"reward": float(rollout.member)} for rollout in rollouts}
+                yield ev.SamplesRewarded(scores, lineage)
+            case ef.PrepareBatch(iteration):
+                self.prepared.append(effect)
+                yield ev.BatchPrepared(iteration)
+            case ef.TrainMicroBatch(batch, index):
+                yield ev.MicroBatchTrained(batch.iteration, batch.update, index)
+            case ef.StepOptimizer(iteration, update):
+                yield ev.OptimizerStepped(iteration, update, 0.0, 0.0)
+            case ef.FinishBatch(iteration):
+                yield ev.BatchFinished(iteration)
+            case ef.PublishWeights(version):
+                yield ev.WeightsPublished(version)
+            case ef.RestoreLearner(_, lineage):
+                yield ev.LearnerRestored(lineage)
+            case ef.CommitCheckpoint(iteration):
+                yield ev.CheckpointCommitted(iteration)
+            case ef.DiscardSamples(rollouts):
+                self.freed += rollouts
+
+
+@pytest.mark.parametrize(
+    "lost_at", [ef.TrainMicroBatch, ef.StepOptimizer, ef.PublishWeights, ef.CommitCheckpoint]
+)
+def test_a_lost_learner_chooses_again_from_the_same_samples(lost_at: type[ef.Effect]) -> None:
+    moves = replace(CLUSTERED.cluster, learner_moves=True)
+    plan = replace(CLUSTERED, group_size=4, choice=TrainingChoice(2), cluster=moves)
+    run = Losing(plan)
+    run.until(lost_at)
+    assert not run.freed, "nothing is durable yet"
+    run.lose()
+    run.until(ef.FinishRun)
+    first, again, _ = run.prepared
+    assert again == first
+    assert sorted(run.scored) == sorted(set(run.scored)), "none was made a second time"
+    assert sorted(run.freed) == sorted(run.scored)
+    assert run.controller.ledger.trained == 2 * 2 * 2
+    assert run.controller.ledger.dropped[DropReason.NOT_CHOSEN] == 2 * 2 * 2

@@ -48,6 +48,17 @@ def _unwrapped(cell: Any) -> Any:
     return cell.tolist() if getattr(cell, "ndim", None) in (0, 1) and hasattr(cell, "tolist") else cell
 
 
+def sections_of(model: object, algorithm: object) -> dict[str, object]:
+    """What is given of the two as sections: a text is a path, or a name. Raises ConfigError."""
+    require_kind("train", "model", model, str | Path | Mapping | None, "a path, a hub id, or a dictionary")
+    require_kind("train", "algorithm", algorithm, str | Mapping | None, "a name, or a dictionary of keys")
+    sections = {
+        "model": {"path": str(model)} if isinstance(model, str | Path) else model,
+        "algorithm": {"name": algorithm} if isinstance(algorithm, str) else algorithm,
+    }
+    return {name: each for name, each in sections.items() if each}
+
+
 def rewards_of(rewards: object, run: Path, cache: Path) -> list[dict[str, Any]]:
     """Names, functions and sections as sections of the configuration. Raises ConfigError.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from spotlight.api.arguments import (
     prompt_files,
     require_kind,
     rewards_of,
+    sections_of,
     stand_ins_of,
 )
 from spotlight.api.opened_run import Run
@@ -66,13 +67,7 @@ def train(
     """
     require_kind("train", "config", config, str | Path | None, "a configuration file's path")
     require_kind("train", "plain", plain, bool, "True or False")
-    require_kind("train", "model", model, str | Path | Mapping | None, "a path, a hub id, or a dictionary")
-    require_kind("train", "algorithm", algorithm, str | Mapping | None, "a name, or a dictionary of keys")
-    sections = {
-        "model": {"path": str(model)} if isinstance(model, str | Path) else model or {},
-        "algorithm": {"name": algorithm} if isinstance(algorithm, str) else algorithm or {},
-    }
-    given = [*overrides_of({name: each for name, each in sections.items() if each}), *overrides_of(keys)]
+    given = [*overrides_of(sections_of(model, algorithm)), *overrides_of(keys)]
     # A key may name a reward's curve, so their places stand in for them where the run's own is sought.
     stand_ins = [] if rewards is None else [*overrides_of({"rewards": stand_ins_of(rewards)})]
     run_config = _loaded(config, [*given, *stand_ins])
@@ -81,8 +76,7 @@ def train(
         given += overrides_of({"rewards": rewards_of(rewards, directory, cache)})
     if prompts is not None or test_prompts is not None:
         given += overrides_of(prompt_files(prompts, test_prompts, cache))
-    run_config = _loaded(config, given)
-    return trained(run_config, plain=plain)
+    return trained(_loaded(config, given), plain=plain)
 
 
 def _loaded(config: str | Path | None, given: Sequence[str]) -> RunConfig:

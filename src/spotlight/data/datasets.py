@@ -10,12 +10,12 @@ from pathlib import Path
 
 from spotlight.config.schema import RunConfig
 from spotlight.data.section_names import under
-from spotlight.data.stored_data import folder_text, with_pairs
+from spotlight.data.stored_data import PAIR_FILES, folder_text, with_pairs
 from spotlight.scheduler.seeds import prompts_of_iteration, spares_of_iteration
 from spotlight.testbed import TESTBEDS
 from spotlight_rewards.base.errors import ConfigError, Problem
 from spotlight_rewards.base.kept_pictures import PICTURES_FOLDER
-from spotlight_rewards.base.prompt_datasets import is_dataset
+from spotlight_rewards.base.prompt_datasets import USUAL, Columns, is_dataset
 from spotlight_rewards.base.prompt_files import (
     PROMPT,
     parse_prompts,
@@ -28,21 +28,6 @@ from spotlight_rewards.base.prompts import Prompt, PromptId
 _EVALUATED_SHARE_MAX = 0.5
 _REPLACEMENT = "\ufffd"
 _LINES_SHOWN = 10
-
-
-@dataclass(frozen=True, slots=True)
-class Columns:
-    """What the columns of a file of prompts, or the keys of its objects, hold.
-
-    Attributes:
-        text: the prompt.
-        references: pictures that the prompt is about; None: those of ``references`` alone.
-        kept: where pictures lie that data sets hold.
-    """
-
-    text: str = PROMPT
-    references: str | None = None
-    kept: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +144,12 @@ def _columns_of(config: RunConfig, key: str) -> Columns:
     kept = config.cache / PICTURES_FOLDER
     if getattr(config.data, key) in TESTBEDS:
         return Columns(kept=kept)
-    return Columns(config.data.prompt_column, config.data.reference_column, kept)
+    return Columns(config.data.prompt_column, config.data.reference_column, kept, files_read(config))
+
+
+def files_read(config: RunConfig) -> tuple[str, ...]:
+    """What names files beside ``references`` and ``pictures``: of pairs, and as the rewards read it."""
+    return (*PAIR_FILES, *filter(None, (each.reads_file_of for each in config.rewards)))
 
 
 def load_prompts(config: RunConfig) -> Prompts:
@@ -243,7 +233,7 @@ def read_prompts(
     key: str,
     path: Path,
     tags: Sequence[str] = (),
-    columns: Columns = Columns(),
+    columns: Columns = USUAL,
 ) -> list[Prompt]:
     """Prompts of the file configured as ``key``. Raises as load_prompts."""
     try:
@@ -274,7 +264,7 @@ def _text_of(key: str, path: Path, columns: Columns) -> str:
     if _is_pictures(path):
         return folder_text(path)
     split = key.rpartition(".")[2]
-    return with_pairs(read_text(path, split, columns.text, columns.references, columns.kept), columns.text)
+    return with_pairs(read_text(path, split, columns), columns.text)
 
 
 _READ_NOWHERE = {

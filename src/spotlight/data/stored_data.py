@@ -10,7 +10,8 @@ from typing import Any
 _PICTURES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp"})
 _INDEX = "metadata.jsonl"
 _TEXTS = ("prompt", "text", "caption")
-_PAIR = ("caption", "jpg_0", "jpg_1", "label_0", "label_1")
+PAIR_FILES = ("jpg_0", "jpg_1")
+_PAIR = ("caption", *PAIR_FILES, "label_0", "label_1")
 
 
 def folder_text(folder: Path) -> str:

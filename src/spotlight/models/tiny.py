@@ -260,15 +260,10 @@ def _text_encoder(
         if kind.endswith("TextModel"):
             config = text
     elif kind.startswith("Mistral3"):
-        vision = {
-            "num_hidden_layers": 1,
-            "hidden_size": 16,
-            "intermediate_size": 32,
-            "num_attention_heads": 2,
-        }
+        layer = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
         config = {
             "text_config": {**config, **grouped, "model_type": "mistral"},
-            "vision_config": {**vision, "model_type": "pixtral"},
+            "vision_config": {**layer, "num_hidden_layers": 1, "model_type": "pixtral"},
         }
     else:
         config |= {**grouped, "tie_word_embeddings": True}

@@ -409,10 +409,7 @@ class Controller:
         for rollout in trained:
             self.ledger.train(rollout, self.version)
         self.ledger.step(StepApplied(self.version, self.iteration, update, len(trained), loss, grad_norm))
-        if self.plan.cluster.learner_moves:
-            self.work.unsaved.names += trained  # a lost learner trains them again
-        else:
-            self.work.discard(trained)
+        self.work.keep_until_saved(trained, self.work.unsaved.trained)
 
     # -- the end of an iteration -----------------------------------------------------------------------
 

@@ -163,19 +163,24 @@ class Survived:
 
 @dataclass(slots=True)
 class Unsaved:
-    """Trained samples that are kept until their optimizer step is durable; ``before``: their iteration."""
+    """Samples that are kept until their optimizer step is durable: trained ones, and those left out for them.
 
-    names: list[RolloutId] = field(default_factory=list)
+    ``before``: their iteration.
+    """
+
+    trained: list[RolloutId] = field(default_factory=list)
+    left_out: list[RolloutId] = field(default_factory=list)
     before: Iteration = field(default_factory=Iteration)
 
     def begin(self, ended: Iteration) -> None:
         """The next iteration begins after ``ended``."""
-        if self.names:
+        if self.trained or self.left_out:
             self.before = ended
 
     def take(self) -> list[RolloutId]:
         """Remove all, since they are durable or are trained again."""
-        taken, self.names, self.before = self.names, [], Iteration()
+        taken = self.trained + self.left_out
+        self.trained, self.left_out, self.before = [], [], Iteration()
         return taken
 
 

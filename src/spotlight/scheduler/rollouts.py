@@ -64,7 +64,7 @@ class Rollouts:
         prompts: for training, by id.
         policies: that this run uses, by name.
         survived: work that survived a lost learner, not reissued yet.
-        unsaved: trained samples whose step may be lost.
+        unsaved: samples whose step may be lost.
         stopping: why the run has to stop, if it has to.
         effects: taken by the controller after each event.
     """
@@ -335,6 +335,18 @@ class Rollouts:
         self.ledger.drop(rollout, reason, detail)
         self.discard([rollout])
 
+    def leave_out(self, rollout: RolloutId, reason: DropReason, detail: str) -> None:
+        """Record that a scored sample is not trained; a lost learner finds it again, to choose alike."""
+        self.ledger.drop(rollout, reason, detail)
+        self.keep_until_saved([rollout], self.unsaved.left_out)
+
+    def keep_until_saved(self, rollouts: Sequence[RolloutId], unsaved: list[RolloutId]) -> None:
+        """Free samples that the learner is done with, at once where it cannot be lost alone."""
+        if self.plan.cluster.learner_moves:
+            unsaved += rollouts
+        else:
+            self.discard(rollouts)
+
     def discard(self, rollouts: Iterable[RolloutId]) -> None:
         """Have the samples' tensors freed."""
         if discarded := tuple(rollouts):
@@ -353,7 +365,8 @@ class Rollouts:
         older, self.survived = self.survived, Survived.of(self.current, unfinished)
         self.survived.merge(Survived.of(self.unsaved.before, {}))
         self.survived.merge(older)
-        self.cluster.recoveries[Recovery.TRAINED_AGAIN] += bool(self.unsaved.take())
+        self.cluster.recoveries[Recovery.TRAINED_AGAIN] += bool(self.unsaved.trained)
+        self.unsaved.take()
         billed = self.ledger.gpu_seconds, self.ledger.billed_s
         self.load(ledger, states)
         self.ledger.gpu_seconds, self.ledger.billed_s = billed

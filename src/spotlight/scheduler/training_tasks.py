@@ -208,7 +208,7 @@ class TrainingTasks:
             left_out = set(surplus)
             for rollout in surplus:
                 why = f"{self._plan.ranks} ranks share an update"
-                self._work.drop_quietly(rollout, DropReason.UNEVEN_BATCH, why)
+                self._work.leave_out(rollout, DropReason.UNEVEN_BATCH, why)
             parts += [(update, part) for part in self.trained([part.without(left_out) for part in found])]
             self._updates = update + 1
         if not parts:
@@ -235,7 +235,7 @@ class TrainingTasks:
             for rollout in self._members(slot)[self._sliced.get(slot, 0) :]:
                 if rollout in self._current.scores and rollout not in taken:
                     why = "the rest of its group was dropped"
-                    self._work.drop_quietly(rollout, DropReason.GROUP_TOO_SMALL, why)
+                    self._work.leave_out(rollout, DropReason.GROUP_TOO_SMALL, why)
         return found
 
     def _prepare(self, parts: Sequence[tuple[int, Part]], *, partial: bool) -> PrepareBatch:
@@ -301,7 +301,7 @@ class TrainingTasks:
         """Drop scored samples that the run chose not to train."""
         for rollout in chain.from_iterable(rollouts):
             self.left_out[reason] += 1
-            self._work.drop_quietly(rollout, reason, _WHY_LEFT_OUT[reason])
+            self._work.leave_out(rollout, reason, _WHY_LEFT_OUT[reason])
 
     def has_begun(self, update: int) -> bool:
         """Whether some samples of an update are with the learner."""

@@ -75,6 +75,7 @@ def dashboard_app(places: Sequence[Path], keys: DashboardKeys, limits: RunLimits
     _add_page(app)
     add_sessions(app, keys)
     _add_answers(app, shown, answers)
+    _add_pictures(app, shown)
     add_votes(app, shown)
     return app
 
@@ -130,6 +131,30 @@ def _add_answers(app: FastAPI, shown: ShownRuns, answers: RunAnswers) -> None:
         shown_figures = {name: SILENT_FIGURES if each is None else each for name, each in found.items()}
         return Response(exposition(shown_figures), headers={"Content-Type": CONTENT_TYPE})
 
+    @app.get("/api/runs/{name}/{what}")
+    async def answer(name: str, what: str, request: Request) -> Response:
+        run = (await shown.look()).get(name)
+        if run is None:
+            return text(404, f"no run {name[:100]!r} here")
+        query, limit_s = dict(request.query_params), AUDIT_S if what == "audit" else ASKED_S
+        try:
+            found = await shown.ask(run, what[:100], lambda run: answers.answer(run, what, query), limit_s)
+        except BadQueryError as error:
+            return text(400, str(error))
+        except (StoreError, sqlite3.Error, OSError) as error:
+            if ran_out_of_time(error):
+                raise SilentRunError(name) from error
+            return text(409, str(error))
+        return text(404, "no such thing") if found is None else _json(found)
+
+    @app.get("/api/changes")
+    async def changes(request: Request) -> Response:
+        return StreamingResponse(
+            _changes(request, shown), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"}
+        )
+
+
+def _add_pictures(app: FastAPI, shown: ShownRuns) -> None:
     def add_pictures(kind: str, folder: str) -> None:
         # The kind in full: a pattern would also take other addresses of four parts.
         @app.get(f"/api/runs/{{name}}/{kind}/{{iteration}}/{{index}}")
@@ -154,28 +179,6 @@ def _add_answers(app: FastAPI, shown: ShownRuns, answers: RunAnswers) -> None:
         if found is None:
             return text(404, "no such picture")
         return Response(found, media_type="image/png", headers={"Cache-Control": "no-cache"})
-
-    @app.get("/api/runs/{name}/{what}")
-    async def answer(name: str, what: str, request: Request) -> Response:
-        run = (await shown.look()).get(name)
-        if run is None:
-            return text(404, f"no run {name[:100]!r} here")
-        query, limit_s = dict(request.query_params), AUDIT_S if what == "audit" else ASKED_S
-        try:
-            found = await shown.ask(run, what[:100], lambda run: answers.answer(run, what, query), limit_s)
-        except BadQueryError as error:
-            return text(400, str(error))
-        except (StoreError, sqlite3.Error, OSError) as error:
-            if ran_out_of_time(error):
-                raise SilentRunError(name) from error
-            return text(409, str(error))
-        return text(404, "no such thing") if found is None else _json(found)
-
-    @app.get("/api/changes")
-    async def changes(request: Request) -> Response:
-        return StreamingResponse(
-            _changes(request, shown), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"}
-        )
 
 
 async def _changes(request: Request, shown: ShownRuns) -> AsyncIterator[str]:

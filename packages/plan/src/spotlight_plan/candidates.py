@@ -12,11 +12,13 @@ from datetime import datetime
 from itertools import product
 
 from spotlight_plan.prices.quotes import Quote
-from spotlight_plan.scenarios.prepare import Prepared, prepare
+from spotlight_plan.scenarios.prepare import prepare
+from spotlight_plan.scenarios.prepared_scenario import Prepared
 from spotlight_plan.scenarios.pricing import Crossing, crossing_of, wish_of
 from spotlight_plan.scenarios.profile import Profile, load_profile
-from spotlight_plan.scenarios.scenario_file import Pool, ScenarioFile, TraceFile
+from spotlight_plan.scenarios.scenario_file import ScenarioFile
 from spotlight_plan.scenarios.scenario_load import build_scenario
+from spotlight_plan.scenarios.scenario_sections import Pool, TraceFile
 from spotlight_plan.scenarios.strategies import PipelinePart, SpotPlaces, strategy_named, variants
 from spotlight_rewards.base.errors import ConfigError, Problem
 

@@ -1,13 +1,10 @@
 """How long a run takes and what it costs, in closed form: ranks candidates before any is simulated. Pure.
 
-An iteration rolls out in ``fixed_s + work_s / workers``
-(:class:`~spotlight.scheduler.policies.target.iteration_model.AmdahlTime`), waits for its last reward, and
-trains; with parts of the pipeline the longer of both hides most of the other. The rate of iterations follows
-the number of spot nodes along the first :data:`HORIZON_H` hours of the trace, and their mean beyond.
+How long an iteration lasts is :mod:`spotlight_plan.iteration_form`'s. The rate of iterations follows the
+number of spot nodes along the first :data:`HORIZON_H` hours of the trace, and their mean beyond.
 
-A learner on spot nodes that loses one trains its iteration again, and the longer an iteration is trained,
-the more often (:meth:`ClosedForm._again_s`). Left out: what the loss of another node costs beyond the node
-(repeated steps), and noise. How near it comes to the exact simulation: ``python -m benchmarks.plan_ranking``.
+Left out: what the loss of a node that is not the learner's costs beyond the node (repeated steps), and noise.
+How near it comes to the exact simulation: ``python -m benchmarks.plan_ranking``.
 """
 
 from __future__ import annotations
@@ -16,64 +13,23 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
 
-from spotlight.scheduler.policies.target.iteration_model import AmdahlTime
-from spotlight.scheduler.types import WeightKind
 from spotlight_plan.compare import SimulationOutcome
+from spotlight_plan.iteration_form import IterationForm, IterationPace
 from spotlight_plan.learning_speed import Explored, honest_target, learned_target
-from spotlight_plan.scenarios.prepare import Prepared, on_demand_node, terms_of
+from spotlight_plan.scenarios.prepared_scenario import Prepared
 from spotlight_plan.scenarios.presence import Figures, Presence, steady
-from spotlight_plan.scenarios.scenario_file import Target
-from spotlight_plan.scenarios.side_costs import egress_of, standing_usd_h
-from spotlight_plan.scenarios.strategies import PipelinePart, SpotPlaces, Strategy
-from spotlight_plan.simulation.virtual_rewards import RewardModel
+from spotlight_plan.scenarios.scenario_sections import Target
+from spotlight_plan.scenarios.side_costs import standing_usd_h
+from spotlight_plan.scenarios.strategies import SpotPlaces, Strategy
+from spotlight_plan.scenarios.strategy_scenario import on_demand_node
 
 HORIZON_H = 24.0
 PACES = 32
 """So many different numbers of nodes are told apart along a trace, if there are more."""
-_TAIL = 0.3
-"""Of a lease's time, how long workers wait for the last one where leases divide among them evenly.
-
-This and the next one are fitted by hand to the pairs of ``benchmarks.plan_ranking``, so that its errors are
-not those on other scenarios.
-"""
-_TAIL_OVERLAPPED = 0.75
-"""The same with any number of leases, where training begins before the last."""
-_HOPELESS = 50.0
-"""More losses per training than this count as this many, so that nothing overflows; and of so many attempts
-at an iteration's rollouts at least one is without a loss."""
-_LEFT_OUT = 0.35
-"""Of what a subset leaves out, so much was left out before a loss, in the mean: groups are complete late.
-
-Fitted by hand to one of the ten pairs of ``benchmarks.plan_ranking`` on ``video-1000``, so that their errors
-are not those on other scenarios.
-"""
-_OVERLAPS = frozenset({PipelinePart.GAP, PipelinePart.SLICES})
-_TRAINERS_HELP = frozenset({PipelinePart.TAG, PipelinePart.STEAL})
-_NORMAL = NormalDist()
-
-
-@dataclass(frozen=True, slots=True)
-class IterationPace:
-    """Iterations while the same nodes stay.
-
-    Attributes:
-        seconds: of one; infinite where nothing rolls out or trains.
-        first_s: of the first, from the start of the processes.
-        previews: share of the wanted ones; NaN: the strategy does not explore.
-        explored: what they bring; None: nothing.
-        crossing_usd: bytes to and from spot nodes in another region, of one iteration.
-    """
-
-    seconds: float
-    first_s: float
-    previews: float = math.nan
-    explored: Explored | None = None
-    crossing_usd: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,7 +87,7 @@ class ClosedForm:
         notice_s: ahead of losses; None: as in the trace.
 
     Raises:
-        ConfigError: as :func:`~spotlight_plan.scenarios.prepare.scenario_of`.
+        ConfigError: as :func:`~spotlight_plan.scenarios.strategy_scenario.scenario_of`.
     """
 
     def __init__(
@@ -146,11 +102,8 @@ class ClosedForm:
         self._presences: dict[int, tuple[Prepared, Presence]] = {}  # by the start's identity
         self._prepared, self._strategy, self._file = prepared, strategy, prepared.file.run_as(strategy)
         self._limit_h = limit_h
-        terms = terms_of(prepared, strategy)
-        self._costs, self._plan, self._boot_s = terms.costs, terms.plan, terms.boot_s
-        self._egress = egress_of(self._file, prepared.profile, prepared.pricing, strategy)
+        self._iteration = IterationForm(prepared, strategy)
         self.pace = cache(self._pace)
-        self._lease, self._sample_s = cache(self._leases), cache(self._samples_s)  # asked for at every pace
 
     # -- a run -----------------------------------------------------------------------------------------
 
@@ -159,7 +112,7 @@ class ClosedForm:
         wanted = self._file.target_of(self._strategy)
         course = self._course(start)
         run = course.after(seen or (wanted.iterations if wanted else self._file.run.iterations))
-        explores = self._plan.exploration is not None
+        explores = self._iteration.plan.exploration is not None
         later = max(run.done - 1, 1e-9)
         previews = run.previews / later if explores else math.nan
         explored = Explored(run.gained / run.coverage, run.coverage / later) if run.coverage else None
@@ -186,7 +139,7 @@ class ClosedForm:
             preview_share=previews,
             filled_s={},
             overlapped_share=0.0,
-            early_share=self._early,
+            early_share=self._iteration.early,
             dropped_share=0.0,
             preemptions=0,
             notices=0,
@@ -219,9 +172,9 @@ class ClosedForm:
     def _target_of(self, previews: float, explored: Explored | None) -> tuple[Target | None, str]:
         """Iterations to the target, or why it cannot be promised."""
         stated, random = self._file.stated_target(self._strategy), self._file.random_target
-        if stated is None and self._plan.exploration is not None:
+        if stated is None and self._iteration.plan.exploration is not None:
             return learned_target(random, previews, explored, self._file.contrast_exponent)
-        early = 0.0 if self._strategy.name in self._file.iterations_to_target else self._early
+        early = 0.0 if self._strategy.name in self._file.iterations_to_target else self._iteration.early
         return honest_target(stated, random, previews, early)
 
     def _course(self, start: Prepared) -> _Course:
@@ -269,7 +222,7 @@ class ClosedForm:
 
     def _paces(self, nodes: Figures) -> tuple[list[IterationPace], NDArray[np.intp]]:
         """Paces, and which of them each number has; more numbers than :data:`PACES` share those of others."""
-        least, width = self._learner_nodes, max(1, int(nodes.max()) // PACES)
+        least, width = self._iteration.learner_nodes, max(1, int(nodes.max()) // PACES)
         alike = np.where(nodes < least, 0, least + (nodes - least) // width * width + width // 2)
         numbers, which = np.unique(alike, return_inverse=True)
         return [self.pace(int(number)) for number in numbers], which
@@ -303,80 +256,21 @@ class ClosedForm:
         if self._strategy.placement != "spot_then_on_demand":
             return found
         after_s = self._file.learner.on_demand.after_s + self._joins_s
-        return found.with_learner(self._learner_nodes, after_s, on_demand_node(start).price_usd_h)
+        return found.with_learner(self._iteration.learner_nodes, after_s, on_demand_node(start).price_usd_h)
 
     @cached_property
     def _joins_s(self) -> float:
         """From a node's arrival until it rolls out."""
-        return self._boot_s + self._starts_s
-
-    # -- an iteration ----------------------------------------------------------------------------------
+        return self._iteration.boot_s + self._iteration.starts_s
 
     def _pace(self, nodes: int) -> IterationPace:
-        """With so many nodes in the places of spot nodes."""
-        workers, apart = self._workers(nodes)
-        if workers <= 0 or nodes < self._learner_nodes:
-            return IterationPace(math.inf, math.inf, previews=0.0)
-        costs, gpu = self._costs, self._rolling_type(nodes)
-        sample_s, lease = self._sample_s(gpu, self._plan.rollout_steps), self._lease(gpu)
-        scored_s, train_s = costs.reward_s(lease), self._training_s
-        waves = self._samples / (workers * lease)
-        overlaps = bool(self._strategy.parts & _OVERLAPS)
-        tail = _TAIL_OVERLAPPED if overlaps else _TAIL + math.ceil(waves - 1e-9) - waves
-        rolled = AmdahlTime(tail * sample_s * lease, self._samples * sample_s)
-        if overlaps:
-            seconds = self._overlapped(rolled, workers, apart, lease)
-            idle_s = max(0.0, apart * seconds - rolled.work_s)
-        else:
-            idle_s = apart * (train_s + self._publish_s + scored_s + rolled.fixed_s)
-            # What began early was rolled out while the learner trained.
-            begun_s = min(self._early * rolled.work_s, idle_s)
-            rolls_s = self._rolls_s(rolled, workers, apart) - begun_s / workers
-            seconds = max(rolls_s, self._samples * costs.scoring_s(1) + scored_s) + scored_s + train_s
-            idle_s -= begun_s
-        previews, explored, wait_s = self._explored(gpu, workers, apart, idle_s)
-        seconds += self._again_s(seconds, sample_s * lease, rolled.work_s / workers)
-        seconds += wait_s + self._publish_s + self._saves_s
-        judged_s, every = self._evaluated_samples_s(gpu) / workers, self._plan.evaluation.every
-        return IterationPace(
-            seconds + (judged_s / every if every else 0.0),
-            max(self._starts_s, costs.restore_s()) + seconds + judged_s,
-            previews,
-            explored,
-            self._crossing_usd(nodes, workers),
-        )
-
-    def _again_s(self, seconds: float, lease_s: float, rolls_s: float) -> float:
-        """What an iteration takes longer because its learner loses nodes.
-
-        It trains anew in another place. To come through ``exposed_s`` without a loss takes
-        (e ** (rate * exposed_s) - 1) / rate, and the first factor is how often it fails. A loss that is
-        announced so late in training that it ends before does no harm, and a second learner is formed
-        meanwhile. Samples are kept, but for those that a subset left out, and workers repeat steps since
-        their last commit.
-
-        Args:
-            lease_s: of a worker.
-            rolls_s: all workers' for the iteration's samples.
-        """
-        if not (self._strategy.learner_moves and (rate := self._losses_s)):
-            return 0.0
-        costs, plan, notice_s = self._costs, self._plan, self._notice_s
-        ready_s = max(notice_s - plan.cluster.drain_margin_s, costs.restore_s())
-        exposed_s = max(0.0, self._training_s - min(notice_s, ready_s))
-        failed = math.expm1(min(rate * exposed_s, _HOPELESS))
-        left_s = (1 - plan.trained_share) * rolls_s
-        repeated_s = self._file.run.commit_every / 2 / plan.rollout_steps * lease_s
-        if self._strategy.parts & _OVERLAPS:  # made again while the learner trains again
-            left_s, repeated_s = 0.0, repeated_s + _LEFT_OUT * left_s
-        trained_s = failed / rate - exposed_s + failed * (ready_s + left_s)
-        share = min(rate * repeated_s, 1 - 1 / _HOPELESS)
-        return trained_s + max(0.0, seconds - self._training_s) * share / (1 - share)
+        losses_s = self._losses_s if self._strategy.learner_moves else 0.0
+        return self._iteration.pace(nodes, losses_s, self._notice_s if losses_s else 0.0)
 
     @cached_property
     def _losses_s(self) -> float:
         """How often a second a learner on spot nodes loses one, over all starts."""
-        each = [self._presence(start).losses_s(self._learner_nodes) for start in self.starts]
+        each = [self._presence(start).losses_s(self._iteration.learner_nodes) for start in self.starts]
         return sum(each) / len(each)
 
     @property
@@ -384,187 +278,7 @@ class ClosedForm:
         known_s = self._noticed_s
         return self._presence(self.starts[0]).notice_s if known_s is None else known_s
 
-    def _rolls_s(self, rolled: AmdahlTime, workers: float, apart: float) -> float:
-        """Rolling out alone; trainers take part, but with ``tag`` only where that ends sooner."""
-        together_s = rolled.seconds(workers) + (2 * self._costs.switch_s() if workers > apart else 0.0)
-        return (
-            min(together_s, rolled.seconds(apart)) if PipelinePart.TAG in self._strategy.parts else together_s
-        )
-
-    def _overlapped(self, rolled: AmdahlTime, workers: float, apart: float, lease: int) -> float:
-        """Rolling out and training at once: the longer, and what of the other it cannot hide.
-
-        Samples come in waves of one lease for each GPU. The first is waited for, unless it began early, and
-        the last is trained alone.
-        """
-        train_s, helps = self._training_s, self._strategy.parts & _TRAINERS_HELP
-        gpus = apart if helps else workers
-        wave, alone_s = min(1.0, gpus * lease / self._samples), math.inf
-        if gpus > 0:
-            first_s = wave * rolled.work_s / gpus + self._costs.scoring_s(self._plan.micro_batch_size)
-            first_s = 0.0 if self._early else first_s + self._costs.reward_s(lease)
-            alone_s = max(rolled.seconds(gpus) + wave * train_s, first_s + train_s)
-        if not helps:
-            return alone_s
-        # Both kinds of work are divided among all, and trainers switch once each way.
-        turned_s = train_s + 2 * self._costs.switch_s()
-        together_s = (rolled.work_s + (workers - apart) * turned_s) / workers
-        tail_s = rolled.fixed_s + min(1.0, workers * lease / self._samples) * train_s / 2
-        return min(alone_s, max(together_s, train_s) + (0.0 if self._early else tail_s))
-
-    def _explored(
-        self, gpu: str, workers: float, apart: float, idle_s: float
-    ) -> tuple[float, Explored | None, float]:
-        """Share of previews made, what they bring, and seconds that the iteration waits for them.
-
-        Args:
-            idle_s: GPU-seconds of workers apart from the learner.
-        """
-        plan = self._plan
-        if plan.exploration is None:
-            return math.nan, None, 0.0
-        (seeds, steps), lease = self._arm, self._lease(gpu)
-        groups = plan.prompts_per_iteration - plan.early_groups
-        preview_s, planned = self._sample_s(gpu, steps), groups * seeds
-        late_s = preview_s * lease / 2 + self._costs.reward_s(lease)
-        if plan.exploration.where == "critical_path":
-            explored = Explored(self._contrast(seeds, steps, stale=False), 1.0)
-            return 1.0, explored, planned * preview_s / workers + late_s
-        made = max(0.0, idle_s - apart * late_s) / preview_s
-        share, pool = min(1.0, made / planned), min(made / groups, plan.pool_max or seeds)
-        covered = groups / plan.prompts_per_iteration
-        if pool < plan.group_size:  # of some groups all, of the others none
-            pool, covered = seeds, share * covered
-        explored = Explored(self._contrast(pool, steps, stale=True), covered)
-        return share, explored if share else None, 0.0
-
-    def _contrast(self, pool: float, steps: int, *, stale: bool) -> float:
-        """Of a group chosen among so many previews, over that of a random group."""
-        assert self._file.exploration is not None, "asked for only where previews are made"
-        model = RewardModel(**self._file.exploration.rewards.model_dump())
-        rho = model.correlation(steps, self._plan.rollout_steps, stale=stale)
-        return 1 + rho * rho * (chosen_variance(self._plan.group_size, max(pool, self._plan.group_size)) - 1)
-
-    def _workers(self, nodes: int) -> tuple[float, float]:
-        """GPUs that roll out, and those of them that never train; in GPUs of :meth:`_rolling_type`."""
-        pools, ranks = self._file.cluster, self._plan.ranks
-        spot, reserved = nodes * pools.spot.gpus_per_node, pools.reserved.nodes * pools.reserved.gpus_per_node
-        both = self._strategy.trainers_roll_out(pools.reserved.rolls_out)
-        if self._strategy.is_all_spot:
-            return (spot if both else spot - ranks), max(0, spot - ranks)
-        steps = self._plan.rollout_steps
-        speed = (
-            self._sample_s(self._rolling_type(nodes), steps) / self._sample_s(pools.reserved.gpu_type, steps)
-            if both
-            else 0.0
-        )
-        return spot + speed * reserved, max(0, spot + reserved - ranks)
-
-    def _rolling_type(self, nodes: int) -> str:
-        return self._file.cluster.spot.gpu_type if nodes else self._file.cluster.reserved.gpu_type
-
-    def _leases(self, gpu: str) -> int:
-        return self._costs.lease_size(gpu, self._file.pixels, 1)
-
-    def _samples_s(self, gpu: str, steps: int) -> float:
-        """GPU-seconds of a sample of so many steps, in a full lease."""
-        lease, pixels = self._lease(gpu), self._file.pixels
-        step_s = self._costs.denoise_step_s(gpu, pixels, lease, 1)
-        return (steps * step_s + self._costs.decode_s(gpu, pixels, lease)) / lease
-
-    @property
-    def _samples(self) -> int:
-        return self._plan.prompts_per_iteration * self._plan.group_size
-
-    @property
-    def _arm(self) -> tuple[int, int]:
-        """Previews per prompt and steps of each, the fewest that a planner may choose; 0: none."""
-        explores = self._plan.exploration
-        if explores is None:
-            return 0, 0
-        seeds, steps = explores.arms(self._plan.group_size, self._plan.rollout_steps)
-        return min(seeds), min(steps)
-
-    @property
-    def _early(self) -> float:
-        """Share of the groups that begin before their iteration."""
-        return self._plan.early_groups / self._plan.prompts_per_iteration
-
-    @property
-    def _learner_nodes(self) -> int:
-        """Spot nodes that the learner is on."""
-        return self._file.spot_nodes(self._strategy) - self._file.cluster.spot.nodes
-
-    @cached_property
-    def _training_s(self) -> float:
-        """All that the learner does in an iteration but publishing."""
-        costs, plan = self._costs, self._plan
-        gpu, samples = self._file.learner_gpu(self._strategy), self._file.samples
-        whole, rest = divmod(samples, plan.micro_batch_size)
-        sizes = [(plan.micro_batch_size, whole), (rest - rest % plan.ranks, 1)]
-        trained = (costs.train_s(gpu, self._file.pixels, size, plan.ranks) * count for size, count in sizes)
-        return (
-            costs.prepare_s(samples, plan.ranks) + sum(trained) + plan.updates_per_batch * costs.optimizer_s()
-        )
-
-    @cached_property
-    def _publish_s(self) -> float:
-        """Until all workers have the new version: one from the store, the others of its node from it."""
-        kind, costs = self._plan.cluster.publishes, self._costs
-        far_s = self._egress.weight_bytes[kind] / self._egress.bytes_s if self._egress else 0.0
-        return costs.publish_s(kind) + max(costs.pull_s(kind, False), far_s) + costs.pull_s(kind, True)
-
-    @cached_property
-    def _starts_s(self) -> float:
-        """Of a worker, with the whole model."""
-        kind, costs = WeightKind.FULL, self._costs
-        far_s = self._egress.weight_bytes[kind] / self._egress.bytes_s if self._egress else 0.0
-        return costs.worker_start_s() + max(costs.pull_s(kind, False), far_s) + costs.pull_s(kind, True) / 2
-
-    @property
-    def _saves_s(self) -> float:
-        """Of an iteration's share of a checkpoint, unless the next one does not wait for it."""
-        behind = self._plan.cluster.learner_moves
-        return 0.0 if behind else self._costs.checkpoint_s() / self._plan.checkpoint_every
-
-    def _evaluated_samples_s(self, gpu: str) -> float:
-        """GPU-seconds of an evaluation."""
-        test = self._file.workload.evaluation
-        return test.prompts * test.images_per_prompt * self._sample_s(gpu, test.steps) if test else 0.0
-
-    def _crossing_usd(self, nodes: int, workers: float) -> float:
-        """A version to every spot node, and their share of the samples and previews back."""
-        crossing, plan = self._egress, self._plan
-        if crossing is None:
-            return 0.0
-        share = nodes * self._file.cluster.spot.gpus_per_node / workers
-        previews = plan.prompts_per_iteration * self._arm[0]
-        sent = share * self._samples * crossing.sample_bytes + previews * crossing.picture_bytes
-        pulled = nodes * crossing.weight_bytes[plan.cluster.publishes]
-        return (pulled * crossing.to_spot_usd_gb + sent * crossing.from_spot_usd_gb) / 1e9
-
 
 def late(limit_h: float) -> str:
     """What is said of a run that does not end in time."""
     return f"not done after {limit_h:g} h, when run.until_h was over"
-
-
-@cache
-def chosen_variance(count: int, pool: float) -> float:
-    """Of half the highest and half the lowest of ``pool`` normal samples, over that of any ``count``."""
-    return _variance_by_rank(count, pool) / _variance_by_rank(count, count)
-
-
-def _variance_by_rank(count: int, pool: float) -> float:
-    high, low = count - count // 2, count // 2
-    ranks: list[float] = [*range(1, low + 1), *(pool + 1 - rank for rank in range(1, high + 1))]
-    places = [(rank - 0.375) / (pool + 0.25) for rank in ranks]  # Blom's expected order statistics
-    values = [_NORMAL.inv_cdf(place) for place in places]
-    densities = [_NORMAL.pdf(value) for value in values]
-    around = (
-        place * (1 - place) / ((pool + 2) * density * density)
-        for place, density in zip(places, densities, strict=True)
-    )
-    mean = sum(values) / count
-    between: float = sum((value - mean) * (value - mean) for value in values)
-    return (between + sum(around)) / (count - 1)

@@ -16,9 +16,10 @@ from spotlight.scheduler.types import Filler, NodeKind, Phase
 from spotlight_plan.learning_speed import PREVIEWS_WANTED as PREVIEWS_WANTED
 from spotlight_plan.learning_speed import Explored, explored_of, honest_target, learned_target
 from spotlight_plan.scenarios.baseline_runs import on_spot_nodes
-from spotlight_plan.scenarios.prepare import Prepared, scenario_of
-from spotlight_plan.scenarios.scenario_file import CONTRAST_EXPONENT, Exponent, Target
+from spotlight_plan.scenarios.prepared_scenario import Prepared
+from spotlight_plan.scenarios.scenario_sections import CONTRAST_EXPONENT, Exponent, Target
 from spotlight_plan.scenarios.strategies import strategy_named
+from spotlight_plan.scenarios.strategy_scenario import scenario_of
 from spotlight_plan.simulation.scenario import GpuTimeline, IterationTime, Scenario, SimulationResult
 from spotlight_plan.simulation.virtual_driver import simulate
 
@@ -140,7 +141,6 @@ def outcome_of(
     if target is not None and durations:
         target_s = _to(target.iterations, durations[0], iteration_s)
         target_usd = _to(target.iterations, costs[0], iteration_usd)
-    spot = {phase: s for (kind, phase), s in result.phase_s.items() if kind is NodeKind.SPOT}
     plan = scenario.plan
     made = len(iterations) * plan.prompts_per_iteration * plan.choice.of_group(plan.group_size)
     return SimulationOutcome(
@@ -156,7 +156,7 @@ def outcome_of(
         simulated_h=result.end_s / 3600,
         simulated_usd=sum(result.cost_usd.values()) + sum(result.other_usd.values()),
         gpu_s=dict(result.phase_s),
-        spot_idle_share=spot.get(Phase.IDLE, 0.0) / sum(spot.values()) if sum(spot.values()) else math.nan,
+        spot_idle_share=_spot_idle_share(result),
         preview_share=previews,
         filled_s=_filled(result),
         overlapped_share=_samples(result, "overlapped_samples") / max(1, result.trained),
@@ -175,6 +175,11 @@ def outcome_of(
         on_demand=result.on_demand,
         decisions=result.decisions,
     )
+
+
+def _spot_idle_share(result: SimulationResult) -> float:
+    spot = {phase: s for (kind, phase), s in result.phase_s.items() if kind is NodeKind.SPOT}
+    return spot.get(Phase.IDLE, 0.0) / sum(spot.values()) if sum(spot.values()) else math.nan
 
 
 def _explored(scenario: Scenario, result: SimulationResult) -> Explored | None:

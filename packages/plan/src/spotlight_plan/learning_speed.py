@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from spotlight_plan.scenarios.scenario_file import CONTRAST_EXPONENT, Exponent, Target
+from spotlight_plan.scenarios.scenario_sections import CONTRAST_EXPONENT, Exponent, Target
 
 PREVIEWS_WANTED = 0.8
 """Below this share of its previews, nothing is promised for a strategy that explores."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from spotlight_plan.compare import SimulationOutcome, SimulationTask
-from spotlight_plan.scenarios.prepare import Prepared, at_starts
+from spotlight_plan.scenarios.prepared_scenario import Prepared, at_starts
 
 
 @dataclass(frozen=True, slots=True)

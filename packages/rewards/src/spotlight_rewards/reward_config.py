@@ -62,6 +62,13 @@ class RewardConfig(StrictSection):
         return self.name == "vote"
 
     @property
+    def reads_file_of(self) -> str | None:
+        """Key of metadata that names a file which it reads, beside ``references``."""
+        if "reference" in self.params:
+            return str(self.params["reference"])
+        return "reference" if self.name in ("edit-score", "first-frame") else None
+
+    @property
     def isolation_limit_s(self) -> float:
         """``isolation_s`` with its default resolved."""
         return _ISOLATION_DEADLINES * self.deadline_s if self.isolation_s is None else self.isolation_s

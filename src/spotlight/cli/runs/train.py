@@ -84,8 +84,8 @@ def train(
     """Train a Diffusion Transformer by reinforcement learning; the same command resumes an interrupted run.
 
     Ctrl-C (or SIGTERM, or a closed terminal) stops as soon as a resume is exact: before an iteration's first
-    update at once, then at the iteration's end. A second one stops at once.
-    A command that names the run may change its course from the next iteration on, which is recorded.
+    update at once, then at the iteration's end. A second one stops at once. A command that names the run
+    may change its course from the next iteration on, which is recorded.
     A file with stages is a run for each, one after another; stage=NAME chooses one.
     Exit status: 0 finished, 1 stopped by an error, 2 not started, 130 interrupted.
 
@@ -95,8 +95,6 @@ def train(
 
       spotlight train name=mine run_seed=1 iterations=20
 
-      spotlight train qwen.yaml rollout.steps=8 --dry-run
-
       spotlight train qwen.yaml --smoke
 
       spotlight train z-image.yaml --fit 24 --dry-run
@@ -105,19 +103,9 @@ def train(
 
       spotlight train fleet.driver=ray fleet.spot.trace=minute
 
-      spotlight train qwen.yaml --address 10.0.0.5:6379 fleet.learner_ranks=4
-
-      spotlight train --deadline-h 6 --budget-usd 150
-
       spotlight train qwen.yaml --address auto --deadline-h 6 fleet.target.provider=kubernetes
 
-      spotlight train --dashboard
-
       spotlight train examples/24gb-z-image-turbo.yaml --vote
-
-      spotlight train qwen.yaml --profile 3
-
-      spotlight train demo learner.learning_rate=1e-4 --dry-run
 
       spotlight train --fork demo --iteration 20 --name demo-slower learner.learning_rate=1e-4
     """
@@ -143,7 +131,11 @@ def train(
         raise typer.Exit(_run_ranks(config, ranks or 1))
     beside = (dashboard or keep_dashboard or vote) and _is_first_rank()
     view = ("votes" if vote else "overview") if beside else None
-    result = _run(config, plain, view, keep_dashboard=keep_dashboard, profile=profile or 0)
+    _conclude(_run(config, plain, view, keep_dashboard=keep_dashboard, profile=profile or 0))
+
+
+def _conclude(result: RunResult) -> None:
+    """Show the result; exits if the run did not come to its end."""
     if _is_first_rank():
         _print_result(result)
     if result.error is not None or result.stopped:

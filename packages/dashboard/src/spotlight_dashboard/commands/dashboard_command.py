@@ -95,6 +95,13 @@ def dashboard(
         listening = socket.socket(fileno=descriptor) if descriptor >= 0 else _listen(host, port)
     if descriptor >= 0:
         keys.one_time(sys.stdin.readline().strip())  # of the address that the run has printed
+    _serve(app, listening, keys, host, webhook, ends_with)
+
+
+def _serve(
+    app: FastAPI, listening: socket.socket, keys: DashboardKeys, host: str, webhook: str, ends_with: int
+) -> None:
+    """Until Ctrl-C, or the end of the process that it goes with."""
     import uvicorn
 
     from spotlight_rewards.service.guarded_connections import guarded

@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from spotlight.scheduler.types import Phase, Purpose
 from spotlight.store.ledger.history import History
 from spotlight.store.metrics import WALL_S
-from spotlight_dashboard.metric_names import CLIPPED_SHARE, GRADIENT, LOSS, REWARD, SILENT_GROUPS_SHARE
+from spotlight_dashboard.metric_names import (
+    CLIPPED_SHARE,
+    GRADIENT,
+    LOSS,
+    REWARD,
+    ROLLOUT_MFU,
+    SILENT_GROUPS_SHARE,
+    TRAIN_MFU,
+)
 from spotlight_dashboard.views.trends import (
     CLEAR,
     TREND_OF,
@@ -27,6 +35,8 @@ UNSEEN_AT_FIRST_S_MAX = 3600.0
 """While it is not known how long an iteration takes."""
 COLLAPSED_SHARE = 0.5
 CLIPPED_SHARE_MAX = 0.5
+MFU_MIN = 0.3
+"""A busy H200 reaches .47 to .54, with diffusers' operators .36; one that waits for Python .24."""
 _MEAN_OF = 5
 _LINES_SHOWN = 5
 ENDINGS = ("ended", "stopped")
@@ -102,6 +112,7 @@ def findings(
         *_about_samples(history),
         *_about_notices(history),
         *_about_spot(spot_gone_at, now_s, limits),
+        *_about_gpus(rows),
         *_about_learning(rows),
         *_about_rewards(_known(rows, REWARD)),
         *_about_trends(rows),
@@ -284,6 +295,31 @@ def _about_limits(outlook: RunOutlook, limits: RunLimits) -> Iterator[RunFinding
             "Fewer iterations, or more nodes: `spotlight plan` says which pay.",
             serious=True,
         )
+
+
+def _about_gpus(rows: Sequence[Mapping[str, float | None]]) -> Iterator[RunFinding]:
+    for name, curve, what, remedy in (
+        (
+            "rollouts_wait",
+            ROLLOUT_MFU,
+            "Rollouts",
+            "Denoise more pictures at once (rollout.batch_size), or set model.cuda_graphs=true",
+        ),
+        (
+            "training_waits",
+            TRAIN_MFU,
+            "Updates",
+            "Train more at once (learner.micro_batch_size, learner.timesteps_per_pass)",
+        ),
+    ):
+        newest = _known(rows[-_MEAN_OF:], curve)
+        if newest and max(newest) < MFU_MIN:
+            yield RunFinding(
+                name,
+                f"{what} use {max(newest):.0%} of the GPU's peak (MFU); expected at least {MFU_MIN:.0%}: it "
+                "waits for the host, or its batches are too small.",
+                f"{remedy}; `spotlight doctor --gpu` says what this card reaches.",
+            )
 
 
 def _about_learning(rows: Sequence[Mapping[str, float | None]]) -> Iterator[RunFinding]:

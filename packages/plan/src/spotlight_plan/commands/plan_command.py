@@ -26,7 +26,7 @@ from spotlight_plan.commands.simulate_command import (
 from spotlight_rewards.commands.exit_codes import EXIT_STOPPED_BY_ERROR, errors_without_traceback
 
 if TYPE_CHECKING:
-    from spotlight_plan.scenarios.prepare import Prepared
+    from spotlight_plan.scenarios.prepared_scenario import Prepared
     from spotlight_plan.scenarios.scenario_file import ScenarioFile
     from spotlight_plan.search import EvaluatedCandidate, SearchResult
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from spotlight_plan.compare import ComparedStrategy
     from spotlight_plan.pages.comparison_summary import PageNote, TableLine
-    from spotlight_plan.scenarios.prepare import Prepared
+    from spotlight_plan.scenarios.prepared_scenario import Prepared
     from spotlight_plan.scenarios.scenario_file import ScenarioFile
     from spotlight_plan.strategy_runs import StrategyRuns
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from spotlight_plan.candidates import Candidate, own_machine
+from spotlight_plan.estimates import Estimates
 from spotlight_plan.scenarios.scenario_file import ScenarioFile
 from spotlight_plan.scenarios.strategies import (
     STRATEGIES,
@@ -19,7 +20,7 @@ from spotlight_plan.scenarios.strategies import (
     strategy_named,
     with_parts,
 )
-from spotlight_plan.search import Estimates, EvaluatedCandidate
+from spotlight_plan.search import EvaluatedCandidate
 from spotlight_plan.strategy_runs import StrategyRuns
 
 ALONE = "reserved_only"

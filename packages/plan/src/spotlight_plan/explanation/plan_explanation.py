@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime
 
+from spotlight_plan.estimates import Estimates
 from spotlight_plan.explanation.levers import Lever, levers_of
 from spotlight_plan.explanation.sensitivity import Sensitivity, sensitivity_of
 from spotlight_plan.scenarios.scenario_file import ScenarioFile
-from spotlight_plan.search import Estimates, EvaluatedCandidate
+from spotlight_plan.search import EvaluatedCandidate
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,12 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from spotlight_plan.candidates import Candidate
-from spotlight_plan.scenarios.prepare import Prepared, at_starts, with_file
+from spotlight_plan.estimates import Estimates
+from spotlight_plan.scenarios.prepared_scenario import Prepared, at_starts, with_file
 from spotlight_plan.scenarios.profile import Profile
-from spotlight_plan.scenarios.scenario_file import AlwaysOn, GeneratedTrace, Target
 from spotlight_plan.scenarios.scenario_load import build_scenario
+from spotlight_plan.scenarios.scenario_sections import AlwaysOn, GeneratedTrace, Target
 from spotlight_plan.scenarios.strategies import SpotPlaces, strategy_named
-from spotlight_plan.search import Estimates
 from spotlight_plan.strategy_runs import StrategyRuns
 
 FACTOR = 1.5

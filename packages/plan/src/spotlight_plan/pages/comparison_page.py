@@ -23,7 +23,7 @@ from spotlight_plan.pages.comparison_summary import (
 )
 from spotlight_plan.pages.timeline_chart import TimelineChart, timeline_chart
 from spotlight_plan.pages.verdict import comparison_verdict
-from spotlight_plan.scenarios.prepare import Prepared
+from spotlight_plan.scenarios.prepared_scenario import Prepared
 from spotlight_plan.strategy_runs import StrategyRuns
 from spotlight_plan.traces.trace_statistics import availability
 from spotlight_rewards.base.errors import ConfigError, Problem

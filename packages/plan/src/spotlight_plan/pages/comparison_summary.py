@@ -11,11 +11,12 @@ from spotlight.scheduler.types import Filler, NodeKind, Phase
 from spotlight_fleet.gpus import GPU_TYPES
 from spotlight_plan.compare import PREVIEWS_WANTED, SimulationOutcome
 from spotlight_plan.prices.quotes import OLD, age_of
-from spotlight_plan.scenarios.prepare import Prepared, bytes_of_both
+from spotlight_plan.scenarios.prepared_scenario import Prepared
 from spotlight_plan.scenarios.pricing import PriceTag, crossing_of
 from spotlight_plan.scenarios.profile import NamedFigure, assumptions
-from spotlight_plan.scenarios.scenario_file import Target
+from spotlight_plan.scenarios.scenario_sections import Target
 from spotlight_plan.scenarios.strategies import LEARNS_OTHERWISE, SpotPlaces, strategy_named
+from spotlight_plan.scenarios.strategy_scenario import bytes_of_both
 from spotlight_plan.strategy_runs import FigureRange, StrategyRuns
 from spotlight_plan.traces.trace_statistics import statistics
 

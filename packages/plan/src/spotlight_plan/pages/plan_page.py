@@ -9,6 +9,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from spotlight_plan.candidates import order_of, shape_of
+from spotlight_plan.estimates import GAIN_MIN
 from spotlight_plan.explanation.plan_explanation import PlanExplanation
 from spotlight_plan.pages.comparison_page import div_html, new_figure, notes_html, page_html, table_html
 from spotlight_plan.pages.comparison_summary import (
@@ -21,15 +22,11 @@ from spotlight_plan.pages.comparison_summary import (
     runs_record,
     usd,
 )
-from spotlight_plan.pages.explanation_charts import (
-    explanation_html,
-    explanation_notes,
-    explanation_record,
-)
+from spotlight_plan.pages.explanation_charts import explanation_html, explanation_notes, explanation_record
 from spotlight_plan.pages.verdict import verdict_text
-from spotlight_plan.scenarios.prepare import Prepared
+from spotlight_plan.scenarios.prepared_scenario import Prepared
 from spotlight_plan.scenarios.scenario_file import ScenarioFile
-from spotlight_plan.search import CONFIRMED, GAIN_MIN, EvaluatedCandidate, Goal, SearchResult
+from spotlight_plan.search import CONFIRMED, EvaluatedCandidate, Goal, SearchResult
 from spotlight_plan.strategy_runs import StrategyRuns, known_or_inf
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from spotlight.scheduler.types import NodeKind, Phase
-from spotlight_plan.scenarios.prepare import Prepared
+from spotlight_plan.scenarios.prepared_scenario import Prepared
 from spotlight_plan.scenarios.profile_costs import ProfileCosts
 from spotlight_plan.scenarios.strategies import Strategy
 from spotlight_plan.simulation.scenario import IterationTime, Scenario, SimulationResult

@@ -15,12 +15,8 @@ from typing import Literal, TypeAlias
 
 from spotlight_plan.prices.quotes import PriceError, Quote, select
 from spotlight_plan.prices.sources import PriceQuery, load_prices
-from spotlight_plan.scenarios.scenario_file import (
-    Pool,
-    PricesSection,
-    ScenarioFile,
-    TraceFile,
-)
+from spotlight_plan.scenarios.scenario_file import ScenarioFile
+from spotlight_plan.scenarios.scenario_sections import Pool, PricesSection, TraceFile
 
 STATED = "stated in the scenario"
 Crossing: TypeAlias = Literal["", "region", "cloud"]

@@ -12,7 +12,8 @@ from spotlight.scheduler.plan import latent_frames
 from spotlight.scheduler.types import WeightKind
 from spotlight_plan.scenarios.pricing import Pricing
 from spotlight_plan.scenarios.profile import Profile
-from spotlight_plan.scenarios.scenario_file import EgressSection, ScenarioFile
+from spotlight_plan.scenarios.scenario_file import ScenarioFile
+from spotlight_plan.scenarios.scenario_sections import EgressSection
 from spotlight_plan.scenarios.strategies import SpotPlaces, Strategy
 from spotlight_plan.simulation.machines.egress import Egress
 

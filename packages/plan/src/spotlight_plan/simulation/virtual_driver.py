@@ -11,12 +11,10 @@ event.
 from __future__ import annotations
 
 import hashlib
-import heapq
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
 
 from spotlight.garbage import collection_paused
 from spotlight.scheduler import effects as ef
@@ -38,6 +36,7 @@ from spotlight_plan.simulation.scenario import (
     Scenario,
     SimulationResult,
 )
+from spotlight_plan.simulation.virtual_clock import VirtualClock
 from spotlight_plan.simulation.virtual_learner import VirtualLearner, VirtualStore
 from spotlight_plan.simulation.virtual_processes import VirtualProcess, VirtualWeights
 from spotlight_plan.simulation.virtual_rewards import ScorerQueue, judged
@@ -53,7 +52,7 @@ class _Wake:
     at_s: float = float("inf")
 
 
-class Simulation:
+class Simulation(VirtualClock):
     """One run in virtual time.
 
     Attributes:
@@ -61,12 +60,13 @@ class Simulation:
         reward_failing: share of samples whose reward times out.
         overlaps: pipeline report of each iteration.
         explorations: exploration reports; a repeated iteration appears twice.
-        head_up: False while the head restarts and receives nothing.
+        head_up: False while the head restarts and receives nothing; no scenario has that.
+        head_life: counts its restarts.
     """
 
     def __init__(self, scenario: Scenario, *, log: bool = False) -> None:
+        super().__init__()
         self.scenario = scenario
-        self.now = 0.0
         self.train = [Prompt(PromptId(f"p{n}"), f"prompt {n}", {}) for n in range(scenario.train_prompts)]
         self.test = [Prompt(PromptId(f"q{n}"), f"held out {n}", {}) for n in range(scenario.test_prompts)]
         self.controller = Controller(scenario.plan, self.train, self.test)
@@ -118,8 +118,6 @@ class Simulation:
         self._times = IterationTimes()
         self._worked_s = 0.0
         self.iterations = self._times.ended
-        self._heap: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
-        self._numbers = count()
         self._wake = _Wake()
         self._hash = hashlib.blake2b(digest_size=16) if log else None
 
@@ -133,9 +131,9 @@ class Simulation:
     def begin(self) -> None:
         """Schedule the scenario's node events, and start the learner."""
         for at_s, event in self.scenario.nodes:
-            self._push(at_s, self.happen, (event,))
-        self._push(0.0, self._report_supply, ())
-        self._push(0.0, self._start_learner, ())
+            self.at(at_s, self.happen, event)
+        self.at(0.0, self._report_supply)
+        self.at(0.0, self._start_learner)
 
     def _report_supply(self) -> None:
         if self.on_demand is not None:
@@ -145,22 +143,7 @@ class Simulation:
 
     def step(self) -> bool:
         """Do the next scheduled call. Returns False when there is none, or the run is over."""
-        if self.finish is not None or not self._heap:
-            return False
-        at_s, _, call, args = heapq.heappop(self._heap)
-        if self.scenario.until_s is not None and at_s > self.scenario.until_s:
-            self.now = self.scenario.until_s
-            return False
-        self.now = at_s
-        call(*args)
-        return True
-
-    def after(self, seconds: float, then: Callable[..., None], *args: object) -> None:
-        """Call ``then`` in ``seconds`` of virtual time."""
-        heapq.heappush(self._heap, (self.now + seconds, next(self._numbers), then, args))
-
-    def _push(self, at_s: float, then: Callable[..., None], args: tuple[object, ...]) -> None:
-        heapq.heappush(self._heap, (at_s, next(self._numbers), then, args))
+        return self.finish is None and self.advance(self.scenario.until_s)
 
     def noisy(self, seconds: float, node: NodeId) -> float:
         """Apply a node's slowness and the scenario's noise to a duration."""
@@ -210,7 +193,7 @@ class Simulation:
         wake_s = self.controller.wake_s
         if wake_s is not None and wake_s < self._wake.at_s:
             self._wake = _Wake(wake_s)
-            self._push(max(wake_s, self.now), self._time_passed, (self._wake,))
+            self.at(max(wake_s, self.now), self._time_passed, self._wake)
 
     def _time_passed(self, wake: _Wake) -> None:
         if wake is self._wake:
@@ -222,20 +205,15 @@ class Simulation:
         match event:
             case ev.LeaseCompleted():
                 accepted = {one.id: one.purpose for one in ef.accepted(effects, event.rollouts)}
-                for rollout in event.rollouts:
-                    if rollout in accepted:
-                        self.store.samples[rollout] = receipt.weights
-                        self.store.progress.pop(rollout, None)
+                self.store.finished(accepted, receipt.weights)
                 counts = bool(accepted)
                 if counts and self.scenario.egress is not None:
                     purpose, kind = next(iter(accepted.values())), receipt.kind
                     self.scenario.egress.samples(purpose, len(accepted), kind, self.accounts.other)
             case ev.LeaseProgressed(_, lease):
                 counts = not any(isinstance(e, ef.AbandonLease) and e.lease == lease for e in effects)
-                for rollout, step in receipt.progress if counts else ():
-                    known = self.store.progress.get(rollout)
-                    if known is None or known[0] < step or known[1] != receipt.weights:
-                        self.store.progress[rollout] = step, receipt.weights
+                if counts:
+                    self.store.progressed(receipt.progress, receipt.weights)
             case _:
                 return
         if counts:
@@ -463,17 +441,6 @@ class Simulation:
             self.places.started()
             self.feed(ev.LearnerStarted(self.places.running))
 
-    def reboot(self, node: Node) -> None:
-        """A node is lost and returns before anyone notices, unless a learner that moves may be on it."""
-        if node.id not in self.places.machines:
-            return
-        holds_learner = self._take(node.id)
-        if self._moves:
-            self.feed(ev.NodeLost(node.id))
-        self.apply(ev.NodeJoined(node))
-        if holds_learner:
-            self.lose_learner(f"node {node.id} was restarted")
-
     def _take(self, name: NodeId) -> bool:
         """Take a machine; returns whether the learner was on it."""
         places = self.places
@@ -488,11 +455,6 @@ class Simulation:
         if name in places.placed and name not in places.running:
             self.learner.forget_second()
         return name in places.running
-
-    def crash(self, process: VirtualProcess) -> None:
-        """A worker process dies, and the driver notices."""
-        self.workers.kill(process)
-        self.after(1.0, self.feed, ev.WorkerCrashed(process.worker, process.epoch))
 
     def lose_learner(self, detail: str, life: int | None = None) -> None:
         """A learner rank dies, unless another ``life`` was meant."""
@@ -511,37 +473,6 @@ class Simulation:
         if not self._start_due:
             self.learner.start(self._room)
             self._learner_starts()
-
-    def restart_head(self, down_s: float) -> None:
-        """Kill the head with controller and learner; it restarts from the last checkpoint."""
-        self.learner.lose()
-        self.head_up, self.head_life = False, self.head_life + 1
-        self._closing = None
-        self.places.running = {}
-        self.after(down_s, self._head_back, self.head_life)
-
-    def _head_back(self, life: int) -> None:
-        if life != self.head_life:
-            return
-        self.head_up = True
-        plan, durable = self.scenario.plan, self.learner.checkpoint
-        if durable is None:
-            self.controller = Controller(plan, self.train, self.test, life)
-        else:
-            snapshot = durable.effect.snapshot
-            self.controller = Controller.restore(plan, self.train, self.test, snapshot, life)
-        self.store.samples.clear()
-        self.store.progress.clear()
-        self.places.placed = {}
-        for name, machine in self.places.machines.items():
-            if self.places.parts[name] != (machine,):
-                self._assign(name, (machine,))
-        for name, machine in self.places.machines.items():
-            self.feed(ev.NodeJoined(machine))
-            if name in self.noticed:
-                self.feed(ev.NodeNoticed(name, self.noticed[name]))
-        self._report_supply()
-        self._start_learner()
 
     def log_hash(self) -> str:
         """Hash of all events so far with their times; empty unless logging."""

@@ -6,7 +6,7 @@ from the last durable checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from spotlight.scheduler import effects as ef
@@ -32,6 +32,19 @@ class VirtualStore:
     samples: dict[RolloutId, VirtualWeights] = field(default_factory=dict)
     progress: dict[RolloutId, tuple[int, VirtualWeights]] = field(default_factory=dict)
     versions: dict[int, VirtualWeights] = field(default_factory=dict)
+
+    def finished(self, rollouts: Iterable[RolloutId], weights: VirtualWeights) -> None:
+        """Keep the samples of rollouts that were made by these weights."""
+        for rollout in rollouts:
+            self.samples[rollout] = weights
+            self.progress.pop(rollout, None)
+
+    def progressed(self, steps: Iterable[tuple[RolloutId, int]], weights: VirtualWeights) -> None:
+        """Keep the furthest step of each rollout."""
+        for rollout, step in steps:
+            known = self.progress.get(rollout)
+            if known is None or known[0] < step or known[1] != weights:
+                self.progress[rollout] = step, weights
 
     def carry_out(self, effect: ef.KeepPreview | ef.DiscardSamples) -> None:
         """Give a sample another name, or free tensors that are no longer needed."""

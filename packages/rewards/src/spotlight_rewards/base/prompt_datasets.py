@@ -7,7 +7,8 @@ hub; ``:SPLIT`` after either chooses a split.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -36,14 +37,31 @@ def _is_saved(folder: Path) -> bool:
     return any((folder / name).is_file() for name in _SAVED)
 
 
-def dataset_objects(
-    path: Path, split: str, column: str, references: str | None = None, pictures: Path | None = None
-) -> Iterator[str]:
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """What the columns of a file of prompts, or the keys of its objects, hold.
+
+    Attributes:
+        text: the prompt; of tables and datasets it must be there.
+        references: pictures that the prompt is about; None: those of ``references`` alone.
+        kept: where pictures are kept that datasets hold.
+        files: what else names files, which a dataset of the hub may not.
+    """
+
+    text: str = "prompt"
+    references: str | None = None
+    kept: Path | None = None
+    files: tuple[str, ...] = ()
+
+
+USUAL = Columns()
+
+
+def dataset_objects(path: Path, split: str, columns: Columns) -> Iterator[str]:
     """An object for each row; cells without a value are left out.
 
     Args:
         split: which, where the path names none and there are several.
-        references: column of the pictures that prompts are about, which are kept in ``pictures``.
 
     Raises:
         OSError: it cannot be read, or had from the hub.
@@ -51,49 +69,44 @@ def dataset_objects(
             are neither text nor numbers nor lists of them.
     """
     try:
-        yield from _objects(path, split, column, references, pictures)
+        yield from _objects(path, split, columns)
     except ImportError as error:
         raise ValueError(f"{error.name} is missing: {_INSTALL}") from error
 
 
-def _objects(
-    path: Path, split: str, column: str, references: str | None, pictures: Path | None
-) -> Iterator[str]:
+def _objects(path: Path, split: str, columns: Columns) -> Iterator[str]:
+    name = columns.references
+    within = [] if name is None else [_own_folder(path)]
     for number, row in enumerate(_rows(path, split)):
-        if number == 0 and column not in row:
-            raise ValueError(f"its columns are {', '.join(row)}; expected one named {column}. {OTHER_COLUMN}")
+        if number == 0 and columns.text not in row:
+            expected = f"expected one named {columns.text}. {OTHER_COLUMN}"
+            raise ValueError(f"its columns are {', '.join(row)}; {expected}")
         if str(path).startswith(HUB):
-            _refuse_files(row, references)
-        if references is not None and pictures is not None and row.get(references) is not None:
-            row = {**row, references: _kept(path, number, references, row[references], pictures)}
+            _refuse_files(row, {"references", "pictures", *columns.files, *filter(None, [name])})
+        if name is not None and columns.kept is not None and row.get(name) is not None:
+            try:
+                row = {**row, name: with_kept(row[name], columns.kept, within)}
+            except (ValueError, OSError) as error:
+                raise ValueError(f"the column {name!r} of row {number + 1} has {error}") from error
         yield "{" + ", ".join(_cells(row)) + "}"
 
 
-def _kept(path: Path, number: int, column: str, value: Any, pictures: Path) -> Any:
-    place = Path(_parted(str(path))[0])
-    if path.suffix.lower() == PARQUET:
-        within = [path.parent]
-    else:
-        within = [*([place] if place.is_dir() else []), *_caches()]
-    try:
-        return with_kept(value, pictures, within)
-    except (ValueError, OSError) as error:
-        raise ValueError(f"the column {column!r} of row {number + 1} has {error}") from error
-
-
-def _caches() -> Iterator[Path]:
-    """Where the libraries put the files of data sets of the hub."""
-    import datasets
+def _own_folder(path: Path) -> Path:
+    """Which the files of a data set lie in: of the hub, its repository's in the cache, with all snapshots."""
+    place, _ = _parted(str(path))
+    if not place.startswith(HUB):
+        return path.parent if path.suffix.lower() == PARQUET else Path(place)
     from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
 
-    yield Path(datasets.config.HF_DATASETS_CACHE)
-    yield Path(constants.HF_HUB_CACHE)
+    name = repo_folder_name(repo_id=place.removeprefix(HUB), repo_type="dataset")
+    return Path(constants.HF_HUB_CACHE, name)
 
 
-def _refuse_files(row: Mapping[str, Any], references: str | None) -> None:
+def _refuse_files(row: Mapping[str, Any], columns: Collection[str]) -> None:
     """Whoever wrote a data set of the hub may not choose files of this machine."""
-    for name in (references, "references", "pictures"):
-        value = row.get(name) if name is not None else None
+    for name in columns:
+        value = row.get(name)
         for entry in value if isinstance(value, list) else [value]:
             path = entry.get("uri") if isinstance(entry, Mapping) else entry
             if isinstance(path, str):

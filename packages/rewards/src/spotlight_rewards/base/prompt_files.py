@@ -18,7 +18,7 @@ from typing import Literal, NoReturn, TypeAlias
 
 from spotlight_rewards.base.errors import UserError
 from spotlight_rewards.base.kept_pictures import kept_path, paths_of
-from spotlight_rewards.base.prompt_datasets import dataset_objects, is_dataset
+from spotlight_rewards.base.prompt_datasets import USUAL, Columns, dataset_objects, is_dataset
 from spotlight_rewards.base.prompt_tables import DELIMITERS, objects
 from spotlight_rewards.base.prompts import Prompt, PromptId
 
@@ -73,26 +73,18 @@ def prompt_id(text: str, metadata: Mapping[str, object]) -> PromptId:
     return PromptId(hashlib.blake2b(content.encode(), digest_size=_ID_BYTES).hexdigest())
 
 
-def read_text(
-    path: Path,
-    split: str = "train",
-    column: str = PROMPT,
-    references: str | None = None,
-    pictures: Path | None = None,
-) -> str:
+def read_text(path: Path, split: str = "train", columns: Columns = USUAL) -> str:
     """A prompts file's content; of a table or a dataset, an object for each row.
 
     Args:
         split: of a dataset that has several, and whose path names none.
-        column: of tables and datasets, the one that must be there.
-        references: of datasets, the column of pictures that prompts are about; kept in ``pictures``.
 
     Raises:
         OSError: it cannot be read.
         ValueError: it is no text in UTF-8, or no table; says what it is and what to do.
     """
     if is_dataset(path):
-        return "\n".join(dataset_objects(path, split, column, references, pictures))
+        return "\n".join(dataset_objects(path, split, columns))
     content = path.read_bytes()
     for kind, (at, magic) in _BINARY.items():
         if content.startswith(magic, at):
@@ -106,7 +98,7 @@ def read_text(
             f"iconv -f ISO-8859-1 -t UTF-8 {path} > FILE"
         ) from None
     delimiter = DELIMITERS.get(path.suffix.lower())
-    return text if delimiter is None else "\n".join(objects(text, delimiter, column))
+    return text if delimiter is None else "\n".join(objects(text, delimiter, columns.text))
 
 
 def parse_prompts(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,12 +16,13 @@ def silence_loading_bars() -> None:
     os.environ.setdefault("TQDM_DISABLE", "1")
 
 
-def read_prompts_option(option: str, path: Path) -> list[Prompt]:
-    """The prompts of the file that an option names. Raises PromptFileError."""
+def read_prompts_option(option: str, path: Path, files: Sequence[str] = ()) -> list[Prompt]:
+    """The prompts of the file that an option names; ``files``: :class:`Columns`. Raises PromptFileError."""
     from spotlight_rewards.base import prompt_files
+    from spotlight_rewards.base.prompt_datasets import Columns
 
     try:
-        text = prompt_files.read_text(path)
+        text = prompt_files.read_text(path, columns=Columns(files=tuple(files)))
     except (OSError, ValueError) as error:
         said = f"{option} {path} cannot be read ({error}); expected a prompts file"
         raise prompt_files.PromptFileError(said) from error

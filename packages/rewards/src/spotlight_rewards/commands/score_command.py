@@ -105,7 +105,7 @@ def score(
         config = reward_of(reward, param, deadline_s)
         # A reward of one's own is imported in its own process only.
         facts = facts_of(reward) if reward in REWARDS else None
-        pictures = list(_pictures(_files(images, sheet), _given(prompts, prompt)))
+        pictures = list(_pictures(_files(images, sheet), _given(prompts, prompt, config)))
         reads = None if facts is None else facts.reads
         _require_prompts(reward, reads, pictures)
         scored, scored_by = _score(config, pictures)
@@ -147,14 +147,15 @@ def _files(images: Sequence[Path], sheet: Path) -> list[Path]:
     return found
 
 
-def _given(prompts: Path | None, prompt: str | None) -> list[Prompt] | None:
+def _given(prompts: Path | None, prompt: str | None, reward: RewardConfig) -> list[Prompt] | None:
     from spotlight_rewards.base.prompts import Prompt, PromptId
 
     if prompts is not None and prompt is not None:
         raise failure(f"--prompt: found {prompt!r} with --prompts; expected one of the two. Leave one out.")
     if prompt is not None:
         return [Prompt(PromptId(prompt), prompt, {})]
-    return None if prompts is None else read_prompts_option("--prompts", prompts)
+    files = [] if reward.reads_file_of is None else [reward.reads_file_of]
+    return None if prompts is None else read_prompts_option("--prompts", prompts, files)
 
 
 def _pictures(files: Sequence[Path], given: list[Prompt] | None) -> Iterator[_Picture]:

@@ -86,8 +86,6 @@ def sweep(
 
       spotlight sweep rates.yaml
 
-      spotlight sweep rates.yaml --together 4
-
       spotlight sweep rates.yaml --together 2 --ranks 4
     """
     from spotlight_plan.commands.sweep.sweep_processes import SideBySide
@@ -107,10 +105,8 @@ def sweep(
         states, stopped = _run(read, search, SideBySide(runs_dir, places, _say(), ranks or 1))
         known = [(run, NOT_BEGUN) for run in grid_runs(read)] if search is None else search.known()
         _conclude([(run, states.get(run.name, state)) for run, state in known], runs_dir)
-    if stopped:
-        raise typer.Exit(EXIT_INTERRUPTED)
-    if any(state not in (FINISHED, "stopped") for state in states.values()):
-        raise typer.Exit(EXIT_STOPPED_BY_ERROR)
+    if stopped or any(state not in (FINISHED, "stopped") for state in states.values()):
+        raise typer.Exit(EXIT_INTERRUPTED if stopped else EXIT_STOPPED_BY_ERROR)
 
 
 def _checked(sweep: SweepFile) -> dict[str, RunConfig]:
