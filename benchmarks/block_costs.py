@@ -51,6 +51,7 @@ from spotlight.models.condition import Condition
 from spotlight.models.experts import denoisers
 from spotlight.models.family import MediaSize, ModelFamily
 from spotlight.models.peft_layers import LoraSpec
+from spotlight.models.shared.flop_count import KnownRows
 from spotlight.models.slots import LoraSlots
 from spotlight.registry import FAMILIES
 from spotlight.training.recompute import Mode, recompute
@@ -64,10 +65,13 @@ EVERY = {
     "Qwen/Qwen-Image-2.1": "qwen-image-2.1",
     "black-forest-labs/FLUX.1-dev": "flux",
     "black-forest-labs/FLUX.2-klein-4B": "flux2-klein",
+    "black-forest-labs/FLUX.2-dev": "flux2-dev",
+    "krea/Krea-2-Raw": "krea-2",
     "stabilityai/stable-diffusion-3.5-medium": "sd3",
     "Tongyi-MAI/Z-Image": "z-image",
     "Wan-AI/Wan2.1-T2V-14B-Diffusers": "wan",
     "hunyuanvideo-community/HunyuanVideo": "hunyuan-video",
+    "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v": "hunyuan-video-1.5",
 }
 """A model of each family with blocks of its own (Qwen-Image-Edit has Qwen-Image's), and the family."""
 LAYERS = 60
@@ -206,6 +210,7 @@ def make_slots(
     for name, parameter in module.named_parameters():
         if not keeps_float32(type(module), name):
             parameter.data = parameter.data.to(torch.bfloat16)
+    family.adapt(module)
     spec = LoraSpec(rank, 2.0 * rank, family.lora_targets, seed=3)
     if fused:
         assert not fuse(module, torch.device("cpu"), compare=False).left
@@ -277,7 +282,8 @@ def make_forward(
 
     def run(part: nn.Module) -> Tensor:
         levels = torch.full([work.batch], 0.5)
-        return family.predict(part, latents, levels, batch, family.embedded_guidance, size)
+        with nullcontext() if memory is None else KnownRows():
+            return family.predict(part, latents, levels, batch, family.embedded_guidance, size)
 
     return Forward(slots, variant, run)
 

@@ -236,7 +236,7 @@ def commands_of(group: TyperGroup) -> Iterator[tuple[str, typing.Any]]:
 
 def command_help(text: str) -> tuple[str, list[str]]:
     """A command's description, and its examples."""
-    plain = re.sub(r"\[/?bold\]", "", inspect.cleandoc(text)).replace("\\[", "[")
+    plain = re.sub(r"\[/?(?:bold|dim)\]", "", inspect.cleandoc(text)).replace("\\[", "[")
     about, _, examples = re.sub(r"^Examples?:?", "\0", plain, flags=re.MULTILINE).partition("\0")
     return about.strip(), [line.strip() for line in examples.splitlines() if line.strip()]
 
@@ -247,7 +247,7 @@ def _metavar(argument: TyperArgument) -> str:
 
 def _choices(option: TyperOption) -> str:
     default = option.default
-    if option.is_flag or not option.show_default or default is None:
+    if option.is_flag or not option.show_default or default in (None, ""):
         return ""
     return f" [default: {default.value if isinstance(default, Enum) else default}]"
 

@@ -10,7 +10,7 @@ set -u
 
 [ $# -gt 0 ] || set -- eng
 
-# The directories that spotlight/rewards/ocr.py looks in.
+# The directories that spotlight_rewards/ocr.py looks in.
 has_data() {
     if [ -n "${TESSDATA_PREFIX:-}" ]; then
         [ -f "$TESSDATA_PREFIX/$1.traineddata" ] || [ -f "$TESSDATA_PREFIX/tessdata/$1.traineddata" ]

@@ -78,7 +78,7 @@ ROWS: tuple[Row, ...] = (
     _fast("B", "fused", "fast:fused_gain", 1.4, 15, "diffusers' operators / ours", least=True, tiny=False),
     _fast("B", "mask", "fast:mask_cost", 1.10, 20, "forward with a mask / without"),
     _fast("B", "launches", "fast:launches", 173, 15, "kernels a block"),
-    _fast("B", "commit", "fast:commit_share", 0.005, 15, "commit / step"),
+    _fast("B", "commit", "commits:commit_share", 0.005, 15, "commit / step"),
     _fast("B", "publish", "fast:publish_and_bind", 1.0, 25, "publish and bind a rank-64 adapter", "s"),
     _fast("B", "vae", "fast:vae", 0.05, 20, "decoding / denoising in 20 steps"),
     _fast("B", "checkpoint", "fast:recomputed", 1.1, 60, "recompute blocks / elementwise", least=True),

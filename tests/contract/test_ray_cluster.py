@@ -27,6 +27,7 @@ from ray._private.node import Node
 from ray._private.parameter import RayParams
 from ray._raylet import GcsClient
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from recording_listener import RecordingListener
 
 from spotlight.cluster.nodes import drain
 from spotlight.cluster.nodes.agent import log_tail
@@ -42,7 +43,7 @@ from spotlight_fleet.emulated.local_cluster import LocalCluster, LocalClusterErr
 from spotlight_fleet.emulated.market import LocalMachines, Market
 from spotlight_fleet.emulated.market_record import Fate
 from spotlight_fleet.emulated.node_processes import NodeProcesses, NodeRequest
-from spotlight_fleet.facts import NodeFacts, gather
+from spotlight_fleet.facts import gather
 from spotlight_fleet.notices.notice_watch import NoticeSettings
 from spotlight_fleet.traces.trace import TraceEvent, TraceEventKind
 from spotlight_rewards.base.errors import ConfigError, Problem
@@ -53,52 +54,6 @@ from spotlight_rewards.reward_config import RewardConfig
 GRACE_S = 600.0
 """How long the first node took from the wish to have it: machines differ, and are busy."""
 SETTINGS = MembershipSettings(NoticeSettings("none", None, GRACE_S), period_s=0.3)
-
-
-class RecordingListener:
-    """A listener that remembers what happened, and when."""
-
-    def __init__(self) -> None:
-        self.entries: list[tuple[float, str, str, object]] = []
-        self._changed = threading.Condition()
-
-    def joined(self, node: RayNode, facts: NodeFacts) -> None:
-        self._put("joined", node.name, (node, facts))
-
-    def lost(self, node: RayNode) -> None:
-        self._put("lost", node.name, node)
-
-    def noticed(self, node: RayNode, remaining_s: float, detail: str) -> None:
-        self._put("noticed", node.name, remaining_s)
-
-    def advised(self, node: RayNode) -> None:
-        self._put("advised", node.name, None)
-
-    def notice_cancelled(self, node: RayNode, detail: str) -> None:
-        self._put("cancelled", node.name, detail)
-
-    def refused(self, problem: Problem) -> None:
-        self._put("refused", problem.key, problem)
-
-    def _put(self, what: str, name: str, value: object) -> None:
-        with self._changed:
-            self.entries.append((time.monotonic(), what, name, value))
-            self._changed.notify_all()
-
-    def wait(self, what: str, name: str, timeout_s: float = 120.0) -> tuple[float, object]:
-        """When it happened, and with what; forgets it."""
-
-        def found() -> tuple[float, str, str, object] | None:
-            return next((entry for entry in self.entries if entry[1:3] == (what, name)), None)
-
-        with self._changed:
-            assert self._changed.wait_for(lambda: found() is not None, timeout_s), (
-                f"no {what} of {name}: {self.entries}"
-            )
-            entry = found()
-            assert entry is not None
-            self.entries.remove(entry)
-        return entry[0], entry[3]
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from worker_world import (
     MemoryHome,
     form,
     grant,
-    keep_conditions,
+    home_with_prompts,
     loop,
     mark_of,
     pull,
@@ -76,9 +76,7 @@ def bodies(random_pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> l
 
 @pytest.fixture(scope="module")
 def conditions(bodies: list[Body]) -> MemoryHome:
-    home = MemoryHome()
-    keep_conditions(home, bodies[0].family)
-    return home
+    return home_with_prompts(bodies[0].family)
 
 
 @pytest.fixture

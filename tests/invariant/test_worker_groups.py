@@ -15,7 +15,7 @@ from worker_world import (
     MemoryHome,
     form,
     grant,
-    keep_conditions,
+    home_with_prompts,
     loop,
     mark_of,
     pull,
@@ -51,8 +51,7 @@ def undisturbed(
 ) -> tuple[MemoryHome, dict[RolloutId, Tensor]]:
     """A home with the prompts, and what a worker alone makes."""
     body = Body.build(random_pipeline, tmp_path_factory.mktemp("embeds"))
-    home = MemoryHome()
-    keep_conditions(home, body.family)
+    home = home_with_prompts(body.family)
     values = dict(home.values)
     worker, _ = loop(body, home)
     ready(worker, home)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -16,25 +15,25 @@ from worker_world import (
     TRAIN,
     Body,
     MemoryHome,
+    ToldLate,
+    committed,
     form,
     grant,
-    keep_conditions,
+    home_with_prompts,
     loop,
     mark_of,
     pull,
     ready,
     reported_steps,
     resume_of,
+    resumed,
     rollout,
     turns,
     work_off,
 )
 
-from spotlight.rollout.commits import Committer, latents_of, restore
 from spotlight.rollout.sequence_parallel.lockstep import Claim, Follower, LockstepOrder
-from spotlight.rollout.sequence_parallel.membership import GroupLostError, SpMembership
-from spotlight.rollout.serialization import unpack_condition
-from spotlight.rollout.state import RolloutState
+from spotlight.rollout.sequence_parallel.membership import GroupLostError
 from spotlight.scheduler.effects import AbandonLease, StopGroup
 from spotlight.scheduler.events import (
     GroupFormed,
@@ -46,7 +45,7 @@ from spotlight.scheduler.events import (
     RolloutFailed,
     WeightsPulled,
 )
-from spotlight.scheduler.types import LeaseId, PolicyVersion, Purpose, Rollout, WorkerId
+from spotlight.scheduler.types import LeaseId, PolicyVersion, Purpose, WorkerId
 from spotlight.worker import stored_rollouts
 from spotlight.worker.interfaces import HeadLostError, Leave, LoadError, Patience
 from spotlight.worker.leases import GroupRole
@@ -64,9 +63,7 @@ def body(random_pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Bod
 
 @pytest.fixture(scope="module")
 def conditions(body: Body) -> MemoryHome:
-    home = MemoryHome()
-    keep_conditions(home, body.family)
-    return home
+    return home_with_prompts(body.family)
 
 
 @pytest.fixture
@@ -246,22 +243,6 @@ def test_the_controller_never_believes_more_than_is_safe(body: Body, home: Memor
     work_off(worker)
     assert reported_steps(home, 2) == [1, 2, 3]
     assert [event.rollouts for event in home.of(LeaseCompleted)] == [(one.id,) for one in pair]
-
-
-def resumed(home: MemoryHome, one: Rollout) -> RolloutState:
-    """The state that is stored of a rollout."""
-    data = home.values["progress", one.id, mark_of(0)].data
-    latents = [home.values["latent", one.id, f"{mark_of(0)}/{name}"].data for name in latents_of(data)]
-    condition = unpack_condition(home.values["condition", one.prompt_id, ""].data)
-    return restore(data, latents, condition, TRAIN)
-
-
-def committed(state: RolloutState, home: MemoryHome) -> bytes:
-    """Its latents go to the store, too."""
-    *latents, last = Committer().begin([state])
-    for one in latents:
-        home.put("latent", one.rollout, one.data, f"{mark_of(0)}/{one.latent}", one.step)
-    return last.data
 
 
 def test_progress_of_another_rollout_or_recipe_is_not_resumed(body: Body, home: MemoryHome) -> None:
@@ -492,21 +473,6 @@ def test_a_decoder_on_a_lost_gpu_fails_no_rollout(
     with pytest.raises(SystemExit, match="device-side assert"):
         work_off(worker)
     assert not home.of(RolloutFailed)
-
-
-class ToldLate(SpMembership):
-    """A follower's, whose exchanges fail at their end, as NCCL's do when a peer is lost."""
-
-    def __init__(self, order: LockstepOrder) -> None:
-        self.order = order
-
-    def broadcast(self, data: bytes | None) -> bytes:
-        return self.order.to_bytes()
-
-    @contextmanager
-    def exchange(self, work: float = 0.0) -> Iterator[None]:
-        yield
-        raise GroupLostError("a peer was late")
 
 
 def test_a_follower_inherits_what_the_last_order_left_if_the_loss_is_reported_late(body: Body) -> None:

@@ -14,7 +14,7 @@ from worker_world import (
     Body,
     MemoryHome,
     grant,
-    keep_conditions,
+    home_with_prompts,
     loop,
     ready,
     rollout,
@@ -35,9 +35,7 @@ def body(random_pipeline: Path, tmp_path: Path) -> Body:
 
 @pytest.fixture
 def home(body: Body) -> MemoryHome:
-    home = MemoryHome()
-    keep_conditions(home, body.family)
-    return home
+    return home_with_prompts(body.family)
 
 
 def tokens_of_pair(body: Body) -> int:

@@ -7,7 +7,7 @@ import gzip
 import json
 from pathlib import Path
 
-from worker_world import Body, MemoryHome, grant, keep_conditions, loop, ready, rollout, turns, work_off
+from worker_world import Body, grant, home_with_prompts, loop, ready, rollout, turns, work_off
 
 from spotlight.scheduler.effects import StopGroup
 from spotlight.scheduler.types import Phase, Purpose, WorkerId
@@ -18,8 +18,8 @@ W0 = WorkerId("w0")
 
 
 def test_a_trace_is_of_training_rollouts_and_ends_with_them(random_pipeline: Path, tmp_path: Path) -> None:
-    body, home = Body.build(random_pipeline, tmp_path), MemoryHome()
-    keep_conditions(home, body.family)
+    body = Body.build(random_pipeline, tmp_path)
+    home = home_with_prompts(body.family)
     worker, _ = loop(body, home)
     taken: list[list[str]] = []
     notes: list[str] = []

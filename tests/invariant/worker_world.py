@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,9 +19,11 @@ from spotlight.models.families.qwen_image import QwenImage
 from spotlight.models.media import MediaSize
 from spotlight.models.peft_layers import LoraSpec
 from spotlight.models.slots import LoraSlots, Slot
+from spotlight.rollout.commits import Committer, latents_of, restore
 from spotlight.rollout.engine import Engine
-from spotlight.rollout.sequence_parallel.membership import SpMembership
-from spotlight.rollout.serialization import pack_condition
+from spotlight.rollout.sequence_parallel.lockstep import LockstepOrder
+from spotlight.rollout.sequence_parallel.membership import GroupLostError, SpMembership
+from spotlight.rollout.serialization import pack_condition, unpack_condition
 from spotlight.rollout.state import Recipe, RolloutState
 from spotlight.scheduler.effects import FormGroup, GrantLease, PullWeights
 from spotlight.scheduler.events import Event, LeaseProgressed
@@ -193,9 +196,27 @@ class Body:
         return WorkerDependencies(self.engine, self.slots, RECIPES, SLOT_OF, membership)
 
 
-def keep_conditions(home: MemoryHome, family: QwenImage) -> None:
+def home_with_prompts(family: QwenImage) -> MemoryHome:
+    home = MemoryHome()
     for i, condition in enumerate(family.encode(PROMPTS)):
         home.put("condition", f"p{i}", pack_condition(condition))
+    return home
+
+
+def resumed(home: MemoryHome, one: Rollout) -> RolloutState:
+    """The state that is stored of a rollout."""
+    data = home.values["progress", one.id, mark_of(0)].data
+    latents = [home.values["latent", one.id, f"{mark_of(0)}/{name}"].data for name in latents_of(data)]
+    condition = unpack_condition(home.values["condition", one.prompt_id, ""].data)
+    return restore(data, latents, condition, TRAIN)
+
+
+def committed(state: RolloutState, home: MemoryHome) -> bytes:
+    """Its latents go to the store, too."""
+    *latents, last = Committer().begin([state])
+    for one in latents:
+        home.put("latent", one.rollout, one.data, f"{mark_of(0)}/{one.latent}", one.step)
+    return last.data
 
 
 def loop(
@@ -274,3 +295,18 @@ def work_off(worker: WorkerLoop, limit: int = 200) -> None:
 
 def reported_steps(home: MemoryHome, lease: int) -> list[int]:
     return [event.steps for event in home.of(LeaseProgressed) if event.lease == lease]
+
+
+class ToldLate(SpMembership):
+    """A follower's, whose exchanges fail at their end, as NCCL's do when a peer is lost."""
+
+    def __init__(self, order: LockstepOrder) -> None:
+        self.order = order
+
+    def broadcast(self, data: bytes | None) -> bytes:
+        return self.order.to_bytes()
+
+    @contextmanager
+    def exchange(self, work: float = 0.0) -> Iterator[None]:
+        yield
+        raise GroupLostError("a peer was late")

@@ -100,12 +100,16 @@ KEPT = {
     ("black-forest-labs/FLUX.1-dev", "num_single_layers"): (14.1, 10.1),
     ("black-forest-labs/FLUX.2-klein-4B", "num_layers"): (25.2, 13.1),
     ("black-forest-labs/FLUX.2-klein-4B", "num_single_layers"): (21.1, 12.0),
+    ("black-forest-labs/FLUX.2-dev", "num_layers"): (25.1, 13.1),
+    ("black-forest-labs/FLUX.2-dev", "num_single_layers"): (21.1, 12.0),
+    ("krea/Krea-2-Raw", "num_layers"): (25.3, 11.9),
     ("stabilityai/stable-diffusion-3.5-medium", "num_layers"): (18.3, 11.2),
     ("stabilityai/stable-diffusion-3.5-medium", "dual_attention_layers"): (24.7, 14.4),
     ("Tongyi-MAI/Z-Image", "n_layers"): (34.8, 12.5),
     ("Wan-AI/Wan2.1-T2V-14B-Diffusers", "num_layers"): (26.7, 12.9),
     ("hunyuanvideo-community/HunyuanVideo", "num_layers"): (23.2, 11.1),
     ("hunyuanvideo-community/HunyuanVideo", "num_single_layers"): (16.1, 10.1),
+    ("hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v", "num_layers"): (23.2, 11.2),
 }
 """Tensors of [tokens, width] that a block leaves for its backward, all and without elementwise results."""
 

@@ -1,9 +1,6 @@
-"""Settings that contradict each other, and batches that do not divide: refused with values that work."""
+"""Settings that contradict each other are refused with values that work."""
 
 from __future__ import annotations
-
-import re
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -12,10 +9,7 @@ from hypothesis import strategies as st
 from spotlight.config.load import load_config
 from spotlight.config.schema import RunConfig
 from spotlight.config.sections.evaluation import EvaluationConfig
-from spotlight.config.sections.learner_section import LearnerConfig
-from spotlight.config.sections.rollout import RolloutConfig
-from spotlight.dry_run.run_plan import count_passes
-from spotlight_rewards.base.errors import ConfigError, Problem
+from spotlight_rewards.base.errors import ConfigError
 
 BASE = (
     "algorithm.name=diffusion-nft",
@@ -426,13 +420,6 @@ def test_all_contradictions_are_named_with_their_figures(overrides: list[str], m
         assert problem.startswith(message)
 
 
-def test_whole_groups_are_demanded_of_the_ranks_that_torchrun_starts() -> None:
-    config = load_config(None, [*BASE, "algorithm.name=dgpo", "learner.micro_batch_size=8"])
-    assert not list(config.rank_problems(2, ()))
-    (problem,) = config.rank_problems(1, ())
-    assert (problem.key, "set 16" in problem.remedy) == ("learner.micro_batch_size", True)
-
-
 def test_what_looks_odd_but_is_fine() -> None:
     for overrides in (
         [
@@ -464,108 +451,8 @@ def test_trainable_steps_of_a_rollout() -> None:
     assert load_config(None, [*BASE, *WINDOW]).rollout.kept_steps == 3
 
 
-def test_samples_that_are_not_whole_groups_need_not_divide_by_prompts() -> None:
-    divides = "learner={updates_per_batch: 8, update_split: every_group, micro_batch_size: 24}"
-    assert load_config(None, [*BASE, divides]).learner.updates_per_batch == 8  # of 12 prompts
-
-
-def batch_config(prompts: int, group: int, updates: int, micro: int) -> RunConfig:
-    return RunConfig(
-        rollout=RolloutConfig(prompts_per_iteration=prompts, group_size=group),
-        learner=LearnerConfig(updates_per_batch=updates, micro_batch_size=micro),
-    )
-
-
-def fixes(problem: Problem, config: RunConfig, ranks: int) -> list[tuple[RunConfig, int]]:
-    """The configurations that the remedy's numbers stand for."""
-    rollout, learner = config.rollout, config.learner
-    prompts, group = rollout.prompts_per_iteration, rollout.group_size
-    updates, micro = learner.updates_per_batch, learner.micro_batch_size
-    suggested = [int(number) for number in re.findall(r"\d+", problem.remedy)]
-    match problem.key:
-        case "learner.updates_per_batch":
-            *counts, more = suggested
-            return [(batch_config(prompts, group, count, micro), ranks) for count in counts] + [
-                (batch_config(more, group, updates, micro), ranks)
-            ]
-        case "rollout.group_size":
-            *counts, size = suggested
-            return [(config, count) for count in counts] + [
-                (batch_config(prompts, size, updates, micro), ranks)
-            ]
-        case "learner.micro_batch_size":
-            return [(batch_config(prompts, group, updates, size), ranks) for size in suggested]
-    raise AssertionError(problem)
-
-
-@given(st.integers(1, 24), st.integers(2, 24), st.integers(1, 8), st.integers(1, 64), st.integers(1, 8))
-def test_batches_divide_or_the_error_says_what_does(
-    prompts: int, group: int, updates: int, micro: int, ranks: int
-) -> None:
-    config = batch_config(prompts, group, updates, micro)
-    problems = list(config.learner.batch_problems(config.rollout, ranks))
-    share = prompts * group / updates / ranks
-    divides = prompts % updates == 0 and share % 1 == 0 and (share % micro == 0 or micro > share)
-    assert bool(problems) != divides
-    for problem in problems:
-        for fixed, fixed_ranks in fixes(problem, config, ranks):
-            # One problem at a time: the same key is not wrong again.
-            assert problem.key not in {
-                p.key for p in fixed.learner.batch_problems(fixed.rollout, fixed_ranks)
-            }
-
-
-FOUR_STEPS = Path(__file__).parents[2] / "examples/testbed-four-steps.yaml"
-
-
-def test_four_steps_suffice_for_every_kind_of_algorithm() -> None:
-    counted, of_steps = "rewards=[{name: shape-counter}]", {"noise_levels": "steps"}
-    for name in ("diffusion-nft", "rvm"):
-        found = load_config(FOUR_STEPS, [f"algorithm={{name: {name}, noise_levels: steps}}"])
-        assert of_steps.items() <= found.algorithm.model_dump().items()
-    opsd = load_config(FOUR_STEPS, ["algorithm.name=opsd", counted])
-    passes = count_passes(opsd, 0)
-    assert (passes.rollout, passes.policy, passes.old) == (192 * 3, 192, 0)
-    noisy = ["algorithm.name=flow-grpo-fast", "rollout.sampler=flow-sde"]
-    window = "rollout.sde_window={kind: random, size: 3}"
-    assert load_config(FOUR_STEPS, [*noisy, window]).rollout.window_end == 3
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (
-            ["algorithm.train_timesteps=5", "algorithm.noise_levels=steps"],
-            "algorithm.train_timesteps: found 5; .*Lower it to 4",
-        ),
-        (["algorithm={name: opsd, query_steps: 5}"], "algorithm.query_steps: found 5; expected at most"),
-        (
-            [
-                "algorithm.name=flow-grpo-fast",
-                "rollout.sampler=cps",
-                "rollout.sde_window={kind: random, size: 4}",
-            ],
-            "rollout.sde_window.size: found 4; .*up to step 3",
-        ),
-    ],
-)
-def test_what_four_steps_do_not_hold_is_refused(given: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        load_config(FOUR_STEPS, given)
-
-
 def test_the_default_has_no_contradictions() -> None:
     assert list(RunConfig().every_problem()) == []
-
-
-def test_on_a_cluster_the_batch_must_divide_by_its_learner_ranks() -> None:
-    batch = ("rollout={prompts_per_iteration: 12, group_size: 16}", "learner.micro_batch_size=64")
-    load_config(None, [*batch, "fleet.driver=ray"])
-    with pytest.raises(ConfigError) as caught:
-        load_config(None, [*batch, "fleet.driver=ray", "fleet.learner_ranks=2"])
-    (problem,) = caught.value.problems
-    assert problem.key == "learner.micro_batch_size"
-    assert "96 samples that a rank trains" in problem.expected
 
 
 @given(st.integers(1, 30), st.integers(0, 12), st.booleans(), st.booleans())
@@ -591,26 +478,3 @@ def test_a_family_that_cannot_be_split_is_refused() -> None:
     (problem,) = caught.value.problems
     assert problem.key == "fleet.sequence_parallel.degrees"
     assert problem.expected.startswith("[1] with model.family=sd3, whose forwards cannot be split")
-
-
-@pytest.mark.parametrize(
-    ("per_node", "fits"), [((), True), ((2, 2), True), ((3, 1), False), ((1, 2, 1), False)]
-)
-def test_ranks_share_the_model_per_node_only_where_nodes_are_equal(
-    per_node: tuple[int, ...], fits: bool
-) -> None:
-    config = load_config(None, BASE)
-    problems = list(config.learner.rank_problems(config.rollout, 4, per_node))
-    assert [problem.key for problem in problems] == ([] if fits else ["learner.shard"])
-    alone = config.learner.model_copy(update={"shard": "none"})
-    assert not list(alone.rank_problems(config.rollout, 4, per_node))
-
-
-def test_ranks_keep_a_quantised_model_whole() -> None:
-    config = load_config(None, [*BASE, "model.quantize=int8", "learner.micro_batch_size=48"])
-    assert not list(config.rank_problems(1, ()))
-    (problem,) = config.rank_problems(2, ())
-    assert problem.key == "learner.shard"
-    assert "set learner.shard=none" in problem.remedy
-    whole = load_config(None, [*BASE, "model.quantize=int8", "learner={micro_batch_size: 48, shard: none}"])
-    assert not list(whole.rank_problems(2, ()))

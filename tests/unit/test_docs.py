@@ -31,9 +31,11 @@ from spotlight_rewards.base.yaml_tree import merge, parse_yaml
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "RELIABILITY.md")),
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / "packages").glob("*/README.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
+HEADERS = [*sorted((ROOT / "examples").rglob("*.yaml")), *sorted((ROOT / "launch").iterdir())]
 LINK = re.compile(r"\]\((?!https?:|mailto:)([^)\s#]*)(#[^)\s]*)?\)")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`\n]+)`")
@@ -99,6 +101,15 @@ def test_commands_options_and_overrides_exist(page: Path) -> None:
             require_configuration(page, written_out(words[1:]), whole=True)
 
 
+@pytest.mark.parametrize("file", HEADERS, ids=by_name)
+def test_commands_in_headers_exist(file: Path) -> None:
+    for line in re.findall(r"^#   (spotlight .*)$", file.read_text(encoding="utf-8"), re.MULTILINE):
+        for words in calls(line):
+            require_options(words)
+            if words[0] in {"train", "config"}:
+                require_configuration(file, written_out(words[1:]), whole=True)
+
+
 def written_out(words: Sequence[str]) -> list[str]:
     """Arguments without options, and with the overrides that some of them stand for."""
     words = list(words)
@@ -118,7 +129,7 @@ def written_out(words: Sequence[str]) -> list[str]:
     return [word for word in words if not word.startswith("-")]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=by_name)
+@pytest.mark.parametrize("page", [page for page in PAGES if "packages" not in page.parts], ids=by_name)
 def test_what_samples_import_exists(page: Path) -> None:
     for language, block in FENCE.findall(page.read_text(encoding="utf-8")):
         for node in ast.walk(ast.parse(block)) if language == "python" else ():
@@ -268,6 +279,7 @@ def test_the_reference_names_every_key_and_every_option() -> None:
     for line in dump_config(load_config(None)).splitlines():
         if key := re.match(r" *(?:- )?(\w+):", line):
             assert re.search(rf"[`.]{key[1]}`", keys), key[1]
+    assert not re.search(r"\[/\w+\]|\| None|default: \]", commands), "markup, or an option without help"
     for name, command in COMMANDS.commands.items():
         assert f"## `spotlight {name}`" in commands
         for option in command.params:

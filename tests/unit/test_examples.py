@@ -9,9 +9,11 @@ import pytest
 
 from spotlight.config.load import load_config
 from spotlight.data.datasets import load_prompts
-from spotlight.dry_run.run_plan import make_plan
+from spotlight.dry_run.memory_plan import peak_bytes
+from spotlight.dry_run.run_plan import count_passes, make_plan
 from spotlight.testbed import PIPELINE_DIR
 from spotlight_files.model_errors import ModelError
+from spotlight_rewards.base.errors import ConfigError
 from spotlight_rewards.registry import REWARDS
 from spotlight_rewards.reward_registry import load, parse
 
@@ -19,6 +21,13 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))
 RANKS = re.compile(r"spotlight train examples/\S+ --ranks (\d+)(.*)")
 """Command lines in an example's header: the ranks, and the overrides of a variant."""
+
+PAGES = [ROOT / "docs" / "howto" / name for name in ("run-on-gpus.md", "small-gpus.md")]
+STATED: dict[str, list[str]] = {}
+"""GiB of a recipe, by the tables of the documentation."""
+for page in PAGES:
+    for name, gib in re.findall(r"^\| \[?`([\w.-]+)`.*? ([\d.]+) GiB", page.read_text("utf-8"), re.MULTILINE):
+        STATED.setdefault(name, []).append(gib)
 
 
 def home(example: Path) -> Path:
@@ -66,6 +75,9 @@ def test_it_plans(example: Path) -> None:
         pytest.fail(str(error))
     assert plan.train_prompts >= config.rollout.prompts_per_iteration
     assert plan.test_prompts
+    for stated in STATED.get(example.stem, ()):
+        digits = len(stated.partition(".")[2])
+        assert f"{peak_bytes(plan.memory) / 2**30:.{digits}f}" == stated, "its memory in docs/howto"
 
 
 def test_its_rewards_exist_and_take_its_prompts(example: Path) -> None:
@@ -79,3 +91,42 @@ def test_its_rewards_exist_and_take_its_prompts(example: Path) -> None:
         loaded = load(reward.name, reward.params)
         if loaded.check is not None:
             loaded.check([prompt.text for prompt in every], [prompt.metadata for prompt in every])
+
+
+FOUR_STEPS = ROOT / "examples/testbed-four-steps.yaml"
+
+
+def test_four_steps_suffice_for_every_kind_of_algorithm() -> None:
+    counted, of_steps = "rewards=[{name: shape-counter}]", {"noise_levels": "steps"}
+    for name in ("diffusion-nft", "rvm"):
+        found = load_config(FOUR_STEPS, [f"algorithm={{name: {name}, noise_levels: steps}}"])
+        assert of_steps.items() <= found.algorithm.model_dump().items()
+    opsd = load_config(FOUR_STEPS, ["algorithm.name=opsd", counted])
+    passes = count_passes(opsd, 0)
+    assert (passes.rollout, passes.policy, passes.old) == (192 * 3, 192, 0)
+    noisy = ["algorithm.name=flow-grpo-fast", "rollout.sampler=flow-sde"]
+    window = "rollout.sde_window={kind: random, size: 3}"
+    assert load_config(FOUR_STEPS, [*noisy, window]).rollout.window_end == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            ["algorithm.train_timesteps=5", "algorithm.noise_levels=steps"],
+            "algorithm.train_timesteps: found 5; .*Lower it to 4",
+        ),
+        (["algorithm={name: opsd, query_steps: 5}"], "algorithm.query_steps: found 5; expected at most"),
+        (
+            [
+                "algorithm.name=flow-grpo-fast",
+                "rollout.sampler=cps",
+                "rollout.sde_window={kind: random, size: 4}",
+            ],
+            "rollout.sde_window.size: found 4; .*up to step 3",
+        ),
+    ],
+)
+def test_what_four_steps_do_not_hold_is_refused(given: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config(FOUR_STEPS, given)

@@ -118,6 +118,16 @@ def test_every_family_is_timed_and_its_operations_are_those_of_the_whole_model(
     assert denoising.flops == pytest.approx(work.batch * one.forward)
 
 
+@pytest.mark.slow
+def test_what_is_timed_attends_as_the_family_has_it(tmp_path: Path) -> None:
+    kind, files = FAMILIES.load("hunyuan-video-1.5"), shrunk("hunyuan-video-1.5", tmp_path / "files")
+    timed = random_blocks(kind, files, {"num_layers": 1}, tmp_path / "1", device=CPU, dtype=torch.float32)
+    loaded = kind.load(tmp_path / "files", device=CPU, dtype=torch.float32, embeddings_cache=tmp_path)
+    attentions = [each.transformer.get_submodule("transformer_blocks.0.attn") for each in (timed, loaded)]
+    one, other = ((type(each.processor), *each._forward_pre_hooks.values()) for each in attentions)
+    assert one == other
+
+
 def test_the_whole_check_runs_on_two_devices(tmp_path: Path) -> None:
     path = tmp_path / "small.yaml"
     path.write_text(

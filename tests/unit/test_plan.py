@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from planned_config import PROMPTS, ROLLOUT, config
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
@@ -36,7 +37,6 @@ from spotlight.dry_run.model_plan import (
     lora_parameters,
     read_sizes,
 )
-from spotlight.dry_run.reward_plan import reward_places
 from spotlight.dry_run.run_plan import RunPlan, count_passes, make_plan
 from spotlight.models.families.qwen_image import QwenImage
 from spotlight.models.media import MediaSize
@@ -44,15 +44,8 @@ from spotlight.runtime.preflight import require_disk
 from spotlight_files.model_errors import ModelError
 from spotlight_rewards.base.errors import ConfigError
 from spotlight_rewards.base.file_errors import StoreError
-from spotlight_rewards.reward import RewardSetupError
 
 WIDTH, LAYERS = 8, 3
-ROLLOUT = {"prompts_per_iteration": 3, "group_size": 4, "steps": 5}
-PROMPTS = {"train": "testbed", "test": "testbed"}
-
-
-def config(**sections: object) -> RunConfig:
-    return build_config({"rollout": ROLLOUT, "data": PROMPTS, **sections}, "the test")
 
 
 @pytest.mark.parametrize(
@@ -131,62 +124,6 @@ def test_a_model_without_blocks_to_reuse_is_reported_before_it_is_loaded(
     monkeypatch.setattr(QwenImage, "reuses_blocks", False)
     with pytest.raises(ConfigError, match=r"no step cache for model\.family=qwen-image: leave it out"):
         make_plan(reuses)
-
-
-def walk(settings: RunConfig, timesteps: int, per_timestep: int) -> int:
-    """Forwards of an iteration, counted one by one."""
-    guidance = 2 if settings.rollout.true_cfg_scale > 1 else 1
-    forwards = 0
-    for _prompt in range(3):
-        for _member in range(4):
-            forwards += sum(guidance for _step in range(5))
-            forwards += sum(guidance * per_timestep for _timestep in range(timesteps))
-    return forwards
-
-
-@pytest.mark.parametrize("guidance", [1.0, 4.0])
-@pytest.mark.parametrize(
-    ("algorithm", "sampler", "timesteps", "per_timestep"),
-    [
-        ({"name": "diffusion-nft", "train_timesteps": 2}, "ode", 2, 3),
-        ({"name": "diffusion-nft", "train_timesteps": 2, "reference_weight": 0.0}, "ode", 2, 2),
-        ({"name": "flow-grpo"}, "cps", 4, 1),
-        ({"name": "flow-grpo", "kl_weight": 0.1, "train_timesteps": 3}, "cps", 3, 2),
-        ({"name": "flow-grpo", "old_log_probs": "rollout"}, "cps", 4, 1),
-    ],
-)
-def test_forwards_are_those_of_a_walk_through_the_iteration(
-    algorithm: dict[str, object], sampler: str, timesteps: int, per_timestep: int, guidance: float
-) -> None:
-    rollout = {**ROLLOUT, "sampler": sampler, "true_cfg_scale": guidance}
-    settings = config(algorithm=algorithm, rollout=rollout)
-    passes = count_passes(settings, evaluation_images=10)
-    assert settings.trained_timesteps == timesteps
-    assert passes.forwards == walk(settings, timesteps, per_timestep)
-    assert passes.backward == passes.policy == walk(settings, timesteps, 1) - passes.rollout
-    assert passes.evaluation == 10 * settings.evaluation.steps * (2 if guidance > 1 else 1)
-
-
-@pytest.mark.parametrize(
-    ("exploration", "previews"),
-    [
-        ({"seeds_per_prompt": 6, "steps": 4}, 3 * 6 * 4 * 2),
-        ({"guidance": 1.0}, 3 * 8 * 5),  # by default twice the group, and all steps
-        ({"planner": {"seed_counts": [5, 9], "step_counts": [2, 3]}}, 3 * 9 * 3 * 2),
-    ],
-)
-def test_previews_cost_forwards(exploration: dict[str, object], previews: int) -> None:
-    rollout = {**ROLLOUT, "true_cfg_scale": 4.0}
-    explores = count_passes(config(rollout=rollout, exploration=exploration), 1)
-    assert explores.previews == previews
-    assert explores.forwards - count_passes(config(rollout=rollout), 1).forwards == previews
-
-
-def test_recomputed_activations_cost_one_more_forward() -> None:
-    plain, again = (
-        count_passes(config(learner={"recompute": what}), 1) for what in ("elementwise", "blocks")
-    )
-    assert again.forwards - plain.forwards == again.recomputed == plain.policy
 
 
 def test_sizes_come_from_the_headers_of_all_shards(pipeline: Path) -> None:
@@ -438,50 +375,6 @@ def test_the_dry_run_prints_the_configuration_and_the_plan_and_touches_nothing(
     assert "Estimate: needs three iterations of it" in words.rpartition("Every key")[2]
     assert "rollout.prompts_per_iteration is 1024, but data.train has" in words
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_a_reward_that_is_none_is_found_by_planning() -> None:
-    with pytest.raises(RewardSetupError, match="Did you mean 'shapes'"):
-        make_plan(config(rewards=[{"name": "shape"}]))
-
-
-def test_the_plan_says_where_each_reward_runs(tmp_path: Path) -> None:
-    weights = tmp_path / "weights"
-    weights.mkdir()
-    save_file({"a": np.zeros((10, 3), np.float16), "b": np.zeros(5, np.float32)}, weights / "m.safetensors")
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "m.safetensors").write_bytes(b"\xff" * 20)
-    endpoint = {"base_url": "http://user:secret@10.0.0.7:8000/v1", "model": "m"}
-    model = {"path": str(weights)}
-    judge, here, own, clip, broken = reward_places(config(rewards=[
-        {"name": "vlm-judge", "replicas": 2, "params": {"endpoint": endpoint}},
-        {"name": "vlm-judge", "label": "here", "device": "learner", "params": {"model": model}},
-        {"name": "mine:own"},
-        {"name": "clip-score", "device": "cuda", "params": {"model": str(weights)}},
-        {"name": "clip-score", "label": "c2", "device": "cpu", "params": {"model": str(tmp_path / "broken")}},
-    ]))  # fmt: skip
-    assert (judge.replicas, judge.asks, judge.weights_bytes) == (2, "10.0.0.7:8000", 0)
-    assert (here.replicas, here.place, here.weights_bytes) == (
-        1,
-        "beside the trainer, on its GPU if it has one",
-        2 * 35,
-    )
-    assert (own.replicas, own.weights_bytes) == (None, 0)
-    assert (clip.place, clip.weights_bytes) == ("a GPU each that no trainer uses", 4 * 35)
-    assert (broken.weights_bytes, broken.missing) == (None, (str(tmp_path / "broken"),))
-    part = tmp_path / "whole" / "part"
-    part.mkdir(parents=True)
-    for name in ("m-00001-of-00001", "m.fp16"):
-        save_file({"a": np.zeros(7, np.float32)}, part / f"{name}.safetensors")
-    index = {"weight_map": {"a": "m-00001-of-00001.safetensors"}}
-    (part / "m.safetensors.index.json").write_text(json.dumps(index))
-    (indexed,) = reward_places(
-        config(rewards=[{"name": "clip-score", "params": {"model": str(part.parent)}}])
-    )
-    assert indexed.weights_bytes == 4 * 7
-    cluster = {"driver": "ray", "address": "10.0.0.5:6379"}
-    (ocr,) = reward_places(config(fleet=cluster, rewards=[{"name": "ocr", "device": "spot"}]))
-    assert (ocr.replicas, ocr.place) == (None, "idle CPUs of spot nodes")
 
 
 @pytest.mark.parametrize(

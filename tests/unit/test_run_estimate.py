@@ -13,14 +13,15 @@ import pytest
 
 from spotlight.config.load import build_config, dump_config, load_config
 from spotlight.config.schema import RunConfig
+from spotlight.data.datasets import load_prompts
 from spotlight.data.media_size import media_size
 from spotlight.dry_run import estimating
 from spotlight.dry_run.estimating import NO_ESTIMATE, estimate_run
 from spotlight.dry_run.model_plan import ModelSizes, read_sizes
 from spotlight.dry_run.run_plan import count_passes
 from spotlight.registry import Registry
-from spotlight.scheduler.records import Record, StepApplied, VersionPublished
-from spotlight.scheduler.types import Phase, PolicyVersion, WorkerId
+from spotlight.scheduler.records import PromptSeen, Record, RolloutIssued, StepApplied, VersionPublished
+from spotlight.scheduler.types import Phase, PolicyVersion, Purpose, Rollout, RolloutId, WorkerId
 from spotlight.store.ledger.ledger_schema import Ending
 from spotlight.store.ledger.sqlite_ledger import GpuSpend, SqliteLedger
 from spotlight.store.metrics import MetricsRow, MetricsWriter
@@ -36,10 +37,13 @@ from spotlight.store.run_estimate import (
 )
 from spotlight_plan.commands.estimate.counted_pace import MFU, MFU_LEAST, MFU_MOST, forward_flop, pace_of
 from spotlight_plan.commands.estimate.estimate_pace import estimate_pace
+from spotlight_rewards.base.prompts import Prompt, PromptId
 
 H100_FLOP_S = 989e12
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 USD_H = 3.6
+PROMPT = Prompt(PromptId("p"), "a red circle", {})
+EVALUATED = Rollout(RolloutId("eval"), Purpose.EVAL, 0, PROMPT.id, 0, 0, 10, PolicyVersion(0))
 
 
 def rows(*seconds: tuple[str, float]) -> list[MetricsRow]:
@@ -166,7 +170,11 @@ def written(root: Path, name: str, *seconds: tuple[str, float], **sections: obje
     with RunDirectory.open(root, name, dump_config(config)) as directory:
         with SqliteLedger(directory.ledger) as ledger:
             ledger.begin_attempt(pid=1, host="there", workers={worker: USD_H}, now_s=0.0)
-            steps: list[Record] = [VersionPublished(PolicyVersion(0))]
+            steps: list[Record] = [
+                VersionPublished(PolicyVersion(0)),
+                PromptSeen(PROMPT),
+                RolloutIssued(EVALUATED),
+            ]
             for turn in range(spent.iterations):
                 version = PolicyVersion(turn + 1)
                 steps += [StepApplied(version, turn, 0, 1, 0.1, 0.2), VersionPublished(version)]
@@ -193,6 +201,8 @@ def test_a_run_is_estimated_by_one_like_it_in_proportion_to_its_forwards(tmp_pat
     assert isinstance(same, RunPace)
     assert isinstance(twice, RunPace)
     assert same.iteration_s == 11.0
+    held_out = len(load_prompts(before).test)  # before had one
+    assert same.evaluation_s == pytest.approx(40.0 * held_out)
     assert twice.iteration_s == pytest.approx(22.0)
     assert twice.most - twice.least > same.most - same.least
     passes = count_passes(before, 0)

@@ -9,11 +9,11 @@ from itertools import combinations
 from typing import get_args
 
 import pytest
+from controller_run import PLAN, Run
 from hypothesis import given
 from hypothesis import strategies as st
 from test_cluster import PLAN as CLUSTERED
 from test_cluster import SPOT, Room
-from test_controller import PLAN, Run
 
 from spotlight.config.load import load_config
 from spotlight.config.requires import Requires

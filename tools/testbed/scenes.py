@@ -1,7 +1,7 @@
 """Scenes of coloured shapes: a prompt's metadata, randomly laid out and rendered.
 
 Invariant: a scene holds exactly the objects of its metadata, in distinct cells of a 3 x 3 grid, at least two
-pixels apart, so that the detector in ``rewards/shapes.py`` reads every render back without error.
+pixels apart, so that the detector in ``spotlight_rewards/shapes.py`` reads every render back without error.
 """
 
 from __future__ import annotations

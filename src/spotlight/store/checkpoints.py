@@ -1,4 +1,4 @@
-"""Atomic directory checkpoints: weights, optimizer, RNG, controller and ledger position, all or nothing.
+"""Atomic directory checkpoints: weights, optimizer, controller and ledger position, all or nothing.
 
 A checkpoint is written to a temporary directory, forced to disk, renamed, and only then named by ``latest``:
 

@@ -7,7 +7,7 @@
         images/             store/images.py
         checkpoints/        store/checkpoints.py
         attempts/001.log    log of each process that worked on the run
-        votes/              store/ballots.py, where a reward is ``vote``
+        votes/              spotlight_rewards/ballots.py, where a reward is ``vote``
         profile/            traces of ``spotlight train --profile N``
         estimate.json       store/run_estimate.py
         summary.json        store/run_summary.py

@@ -107,9 +107,8 @@ class WorkerLoop:
         self.worker, self.epoch = worker, epoch
         self.failure: str | None = None
         self._loader, self._dependencies, self._commit_every = loader, dependencies, commit_every
-        self._patience = patience or Patience()
+        self._patience, self._first = patience or Patience(), first
         self.commands: queue.SimpleQueue[Command] = commands or queue.SimpleQueue()
-        self._first = first
         self._outbox = ReportOutbox(worker, head)
         self._meter = SpeedMeter(dependencies.engine, self._outbox.send)
         self._starter = RolloutStarter(head, dependencies.engine, dependencies.recipes)

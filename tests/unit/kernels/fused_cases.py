@@ -11,6 +11,8 @@ from diffusers.models.transformers.transformer_hunyuan_video import (
     HunyuanVideoSingleTransformerBlock,
     HunyuanVideoTransformerBlock,
 )
+from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15TransformerBlock
+from diffusers.models.transformers.transformer_krea2 import Krea2TextFusionBlock, Krea2TransformerBlock
 from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformerBlock
 from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21TransformerBlock
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
@@ -25,6 +27,9 @@ CASES: Mapping[str, Callable[[], nn.Module]] = {
     "FLUX.2, single": lambda: Flux2SingleTransformerBlock(WIDTH, HEADS, SIZE),
     "HunyuanVideo": lambda: HunyuanVideoTransformerBlock(HEADS, SIZE, 2.0),
     "HunyuanVideo, single": lambda: HunyuanVideoSingleTransformerBlock(HEADS, SIZE, 2.0),
+    "HunyuanVideo 1.5": lambda: HunyuanVideo15TransformerBlock(HEADS, SIZE, 2.0),
+    "Krea 2": lambda: Krea2TransformerBlock(4 * SIZE, WIDTH, 4, 2, 1e-5),
+    "Krea 2, text": lambda: Krea2TextFusionBlock(WIDTH, HEADS, HEADS, 2 * WIDTH, 1e-5),
     "Qwen-Image": lambda: QwenImageTransformerBlock(WIDTH, HEADS, SIZE),
     "Qwen-Image-2.1": lambda: QwenImage21TransformerBlock(WIDTH, HEADS, SIZE),
     "SD3": lambda: JointTransformerBlock(WIDTH, HEADS, SIZE),

@@ -24,7 +24,7 @@ Tensors: TypeAlias = dict[str, Tensor]
 UPDATES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Types of base and gathered adapters."""
 SPLIT = ("qwen-image", "flux", "hunyuan-video", "wan")
-SHARDED = ("wan",)
+SHARDED = ("wan", "krea-2")
 """Whose blocks have weights that stay float32, so that parts of blocks are gathered on their own."""
 HALF = torch.bfloat16
 

@@ -21,7 +21,7 @@ from spotlight_kernels.fuse import fuse
 
 CPU = torch.device("cpu")
 TEXT = 3
-MASKED = ("hunyuan-video", "qwen-image", "z-image")
+MASKED = ("hunyuan-video", "hunyuan-video-1.5", "krea-2", "qwen-image", "z-image")
 """Families that mask what a prompt is shorter than another."""
 
 

@@ -13,13 +13,16 @@ from typing import Any
 import pytest
 import torch
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0
+from diffusers.models.transformers.transformer_krea2 import Krea2RMSNorm, Krea2TransformerBlock
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from tests.unit.kernels.fused_cases import CASES, SIZE, WIDTH
 from torch import Tensor, nn
 
 from spotlight_kernels import fuse as fusing
+from spotlight_kernels import operators
 from spotlight_kernels.fuse import BLOCKS, fuse, restore
 from spotlight_kernels.launch import Kernel
+from spotlight_kernels.operators import HeadStream, Modulation, add_norm_reference, join_heads_reference
 
 CPU = torch.device("cpu")
 
@@ -83,6 +86,34 @@ def test_gradients_do_not_change_a_bit_of_the_outputs(name: str) -> None:
     assert max(map(far, found, wanted)) < 3e-2
     with torch.no_grad():
         assert all(map(torch.equal, found, outputs(block, arguments)))
+
+
+class Reference:
+    """Operators by torch's own: the interpreter's bfloat16 is not rounded as a GPU's is."""
+
+    @staticmethod
+    def join_heads(*flat: Any) -> Tensor:
+        *parts, size, eps, offset, rounded = flat
+        streams = [HeadStream(x, w, c if c is None else (c, s)) for x, w, c, s in zip(*parts, strict=True)]
+        return join_heads_reference(streams, size, eps, offset=offset, rounded=rounded)
+
+    @staticmethod
+    def add_norm(x: Tensor, y: Tensor | None, *flat: Any) -> tuple[Tensor, Tensor | None]:
+        *parts, eps, offset, rounded, norm = flat
+        return add_norm_reference(x, y, Modulation(*parts), eps, offset=offset, rounded=rounded, norm=norm)
+
+
+@pytest.mark.parametrize("name", ["HunyuanVideo 1.5", "Krea 2", "Krea 2, text", "Z-Image"])
+@torch.no_grad()
+def test_bfloat16_is_rounded_where_diffusers_rounds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operators, "ops", Reference)
+    block, arguments = made(name, torch.bfloat16)
+    for part in block.modules():
+        if isinstance(part, Krea2RMSNorm):  # these stay float32 in a model
+            part.float()
+    wanted = outputs(block, arguments)
+    fuse(block, CPU, compare=False)
+    assert all(map(torch.equal, outputs(block, arguments), wanted))
 
 
 def test_every_class_is_tested() -> None:
@@ -157,15 +188,28 @@ def test_a_block_that_cannot_be_fused_says_why(change: Callable[[nn.Module], obj
     assert "forward" not in vars(block)
 
 
-def test_heads_of_odd_width_are_left_alone() -> None:
-    found = fuse(WanTransformerBlock(24, 24, 2), CPU, compare=False)
-    assert "12 wide, no power of two" in found.left["WanTransformerBlock"]
+@pytest.mark.parametrize(
+    "block", [WanTransformerBlock(24, 24, 2), Krea2TransformerBlock(24, 24, 2, 1, 1e-5)], ids=["wan", "krea"]
+)
+def test_heads_of_odd_width_are_left_alone(block: nn.Module) -> None:
+    (why,) = fuse(block, CPU, compare=False).left.values()
+    assert "12 wide, no power of two" in why
+
+
+@pytest.mark.parametrize("name", ["Krea 2", "Krea 2, text"])
+def test_norms_of_another_class_than_krea_2s_are_left_alone(name: str) -> None:
+    block: Any = CASES[name]()
+    block.attn.norm_k = nn.RMSNorm(SIZE)
+    (why,) = fuse(block, CPU, compare=False).left.values()
+    assert why == "its norms are not all of the class Krea2RMSNorm"
 
 
 def by_token(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     tokens = arguments.get("x", arguments.get("hidden_states")).shape[1]
     if name == "Wan":
         return {"temb": torch.randn(2, tokens, 6, WIDTH)}
+    if name == "Krea 2":
+        return {"temb": arguments["temb"] + torch.randn(2, tokens, 1)}
     if name == "Z-Image":
         clean = torch.randn_like(arguments["adaln_input"])
         mask = torch.arange(tokens).expand(2, -1) % 2
@@ -173,7 +217,7 @@ def by_token(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     return {"temb_mod_img": torch.randn(2, tokens, 6 * WIDTH)}
 
 
-@pytest.mark.parametrize("name", ["Wan", "Z-Image", "FLUX.2"])
+@pytest.mark.parametrize("name", ["Krea 2", "Wan", "Z-Image", "FLUX.2"])
 def test_modulation_by_token_is_left_to_diffusers(name: str) -> None:
     block, arguments = made(name)
     arguments |= by_token(name, arguments)

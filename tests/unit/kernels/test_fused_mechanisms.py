@@ -47,6 +47,11 @@ ROUNDING: Mapping[torch.dtype | None, float] = {None: 1e-5, HALF: 5e-2}
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
 
 
+def families(*names: str) -> list[Any]:
+    """All but the first are slow."""
+    return [*names[:1], *(pytest.param(name, marks=pytest.mark.slow) for name in names[1:])]
+
+
 @pytest.mark.parametrize("name", ["qwen-image", "wan"])
 @pytest.mark.parametrize("autocast", ROUNDING)
 def test_previews_reuse_fused_blocks(name: str, autocast: torch.dtype | None, tmp_path: Path) -> None:
@@ -68,8 +73,9 @@ def test_previews_reuse_fused_blocks(name: str, autocast: torch.dtype | None, tm
     assert 0 < far(finals[1], finals[0]) < ROUNDING[autocast]
 
 
-def test_captured_forwards_of_fused_blocks_read_weights_written_since(tmp_path: Path) -> None:
-    predicting = Predicting("qwen-image", tmp_path, fused=True, dtype=HALF)
+@pytest.mark.parametrize("name", families("qwen-image", "krea-2"))
+def test_captured_forwards_of_fused_blocks_read_weights_written_since(name: str, tmp_path: Path) -> None:
+    predicting = Predicting(name, tmp_path, fused=True, dtype=HALF)
 
     @torch.no_grad()
     def run() -> list[Tensor]:
@@ -88,10 +94,11 @@ def test_captured_forwards_of_fused_blocks_read_weights_written_since(tmp_path: 
     assert not torch.equal(eager[1], eager[2])
 
 
+@pytest.mark.parametrize("name", families("qwen-image", "krea-2", "hunyuan-video-1.5"))
 def test_recomputing_fused_blocks_changes_no_gradient_and_repeats_products_only_of_whole_blocks(
-    tmp_path: Path,
+    name: str, tmp_path: Path
 ) -> None:
-    predicting = Predicting("qwen-image", tmp_path, fused=True, dtype=HALF)
+    predicting = Predicting(name, tmp_path, fused=True, dtype=HALF)
     found: dict[Any, list[Tensor]] = {}
     counts: dict[Any, int] = {}
     for setting in ("none", "elementwise", 2, "blocks"):

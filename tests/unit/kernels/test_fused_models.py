@@ -18,7 +18,11 @@ from spotlight_kernels import registered
 
 
 @pytest.mark.parametrize(
-    "name", ["flux", "flux2-klein", "hunyuan-video", "qwen-image", "qwen-image-2.1", "sd3", "wan", "z-image"]
+    "name",
+    [
+        *("flux", "flux2-klein", "hunyuan-video", "qwen-image", "qwen-image-2.1", "sd3", "wan", "z-image"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("hunyuan-video-1.5", "krea-2")),
+    ],
 )
 def test_a_model_computes_fused_what_it_does_otherwise(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -24,6 +24,8 @@ from spotlight_kernels.operators import (
 )
 
 BATCH, EPS = 2, 1e-5
+OPTIONS = st.fixed_dictionaries({"rounded": st.booleans(), "offset": st.sampled_from([0.0, 1.0])})
+Options = dict[str, Any]
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 
 
@@ -54,7 +56,7 @@ def agree(
 
 
 @st.composite
-def rows(draw: Draw) -> tuple[Tensor, Tensor | None, Modulation, bool]:
+def rows(draw: Draw) -> tuple[Tensor, Tensor | None, Modulation, Options]:
     """Streams, a branch, and their modulation; some of it strided, some of another type than the streams."""
     torch.manual_seed(draw(st.integers(0, 9)))
     kind = draw(st.sampled_from([torch.float32, torch.bfloat16]))
@@ -65,9 +67,9 @@ def rows(draw: Draw) -> tuple[Tensor, Tensor | None, Modulation, bool]:
     parts: list[Tensor | None] = [each.detach() for each in wide.chunk(3, dim=1)]
     parts[2] = parts[2] if chosen is None else None
     parts = [each if draw(st.booleans()) else None for each in parts]
-    weights = [draw(st.none() | st.just(torch.randn(width).to(kind))) for _ in range(2)]
+    weights = [draw(st.none() | st.just(torch.randn(width).to(made))) for _ in range(2)]
     x, y = (torch.randn(tokens, BATCH, width).to(kind).transpose(0, 1) for _ in range(2))
-    return x, y if draw(st.booleans()) else None, Modulation(*parts, *weights, chosen), draw(st.booleans())
+    return x, y if draw(st.booleans()) else None, Modulation(*parts, *weights, chosen), draw(OPTIONS)
 
 
 def leaves_of(*values: Tensor | None) -> list[Tensor]:
@@ -76,29 +78,29 @@ def leaves_of(*values: Tensor | None) -> list[Tensor]:
 
 @given(rows())
 def test_rows_are_added_normalised_and_modulated(
-    case: tuple[Tensor, Tensor | None, Modulation, bool],
+    case: tuple[Tensor, Tensor | None, Modulation, Options],
 ) -> None:
-    x, y, by, rounded = case
+    x, y, by, options = case
     unread = () if y is not None else ("gate", "branch_weight")
     used = [getattr(by, field.name) for field in fields(by) if field.name not in unread]
     leaves = leaves_of(x, y, *used)
     agree(
-        lambda: add_norm(x, y, by, EPS, rounded=rounded),
-        lambda: add_norm_reference(x, y, by, EPS, rounded=rounded),  # type: ignore[arg-type, return-value]
+        lambda: add_norm(x, y, by, EPS, **options),
+        lambda: add_norm_reference(x, y, by, EPS, **options),  # type: ignore[arg-type, return-value]
         leaves,
     )
 
 
 @settings(max_examples=15)
 @given(rows())
-def test_branches_are_gated_and_added(case: tuple[Tensor, Tensor | None, Modulation, bool]) -> None:
-    x, y, by, rounded = case
+def test_branches_are_gated_and_added(case: tuple[Tensor, Tensor | None, Modulation, Options]) -> None:
+    x, y, by, options = case
     y = torch.randn_like(x) if y is None else y
     leaves = leaves_of(x, y, by.gate, by.branch_weight)
     more = {"branch_weight": by.branch_weight, "chosen": by.chosen, "eps": EPS}
     agree(
-        lambda: [gated_add(x, y, by.gate, rounded=rounded, **more)],
-        lambda: [add_norm_reference(x, y, by, EPS, rounded=rounded, norm=False)[0]],
+        lambda: [gated_add(x, y, by.gate, **more, **options)],
+        lambda: [add_norm_reference(x, y, by, EPS, norm=False, **options)[0]],
         leaves,
     )
 
@@ -115,10 +117,11 @@ def test_what_is_not_used_gives_no_gradient(used: str) -> None:
 
 
 @st.composite
-def streams(draw: Draw) -> tuple[list[HeadStream], int, bool]:
+def streams(draw: Draw) -> tuple[list[HeadStream], int, Options]:
     """Of one sequence, cut out of wider tensors."""
     torch.manual_seed(draw(st.integers(0, 9)))
     kind = draw(st.sampled_from([torch.float32, torch.bfloat16]))
+    made = draw(st.sampled_from([kind, torch.float32]))
     heads, size = draw(st.sampled_from([1, 3, 9])), draw(st.sampled_from([4, 8]))
     found = []
     for tokens in draw(st.lists(st.integers(1, 3), min_size=1, max_size=2)):
@@ -129,20 +132,20 @@ def streams(draw: Draw) -> tuple[list[HeadStream], int, bool]:
         found.append(
             HeadStream(
                 wide[:, 1:, : heads * size],
-                None if weight is None else torch.randn(weight).to(kind),
+                None if weight is None else torch.randn(weight).to(made),
                 None if angles is None else (angles.cos(), angles.sin()),
             )
         )
-    return found, size, draw(st.booleans())
+    return found, size, draw(OPTIONS)
 
 
 @given(streams())
-def test_heads_are_normalised_rotated_and_joined(case: tuple[list[HeadStream], int, bool]) -> None:
-    parts, size, rounded = case
+def test_heads_are_normalised_rotated_and_joined(case: tuple[list[HeadStream], int, Options]) -> None:
+    parts, size, options = case
     leaves = leaves_of(*(each.x for each in parts), *(each.weight for each in parts))
     agree(
-        lambda: [join_heads(parts, size, EPS, rounded=rounded)],
-        lambda: [join_heads_reference(parts, size, EPS, rounded=rounded)],
+        lambda: [join_heads(parts, size, EPS, **options)],
+        lambda: [join_heads_reference(parts, size, EPS, **options)],
         leaves,
     )
 

@@ -1,7 +1,7 @@
 """Clips of one coloured shape that moves at a constant speed over white, rendered.
 
-Invariant: the shape stays whole and inside every frame, so that the reward in ``rewards/motion.py`` reads
-every render back without error.
+Invariant: the shape stays whole and inside every frame, so that the reward ``spotlight_rewards/motion.py``
+reads every render back without error.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Votes of people, the only thing that the dashboard writes, into ``votes/`` of a run (``store/ballots.py``).
+"""Votes of people, all that the dashboard writes: ``votes/`` of a run (``spotlight_rewards.ballots``).
 
     GET  /api/runs/RUN/ballots/ID/NAME   a picture of a ballot
     POST /api/runs/RUN/ballots/ID        {"ranking": [NAME, ...], "voter": TEXT}

@@ -45,7 +45,7 @@ def save_lora(
             transformers, with their component's name before each.
         metadata: peft's LoraConfig fields (``LoraSlots.metadata``).
         transformers: their components.
-        native: see ``FamilyFacts.native_layers``; the names are diffusers' where it lacks one.
+        native: see ``FamilyTraits.native_layers``; the names are diffusers' where it lacks one.
 
     Raises:
         ModelError: no layers.

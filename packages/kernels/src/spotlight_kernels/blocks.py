@@ -112,9 +112,8 @@ class Turned:
 
 def norm_trouble(attn: Any, *names: str, optional: bool = False) -> str | None:
     """Why heads or norms of queries and keys are none that :func:`heads` computes."""
-    size = attn.inner_dim // attn.heads
-    if size & (size - 1):
-        return f"its heads are {size} wide, no power of two"
+    if odd := odd_heads(attn.inner_dim // attn.heads):
+        return odd
     norms: list[Any] = [getattr(attn, name, None) for name in names]
     if optional and not any(norms):
         return None
@@ -125,6 +124,11 @@ def norm_trouble(attn: Any, *names: str, optional: bool = False) -> str | None:
     if len({(type(norm), norm.eps) for norm in norms}) > 1:
         return "its queries and keys have norms of several kinds"
     return None
+
+
+def odd_heads(size: int) -> str | None:
+    """Why heads are none that :func:`heads` computes."""
+    return f"its heads are {size} wide, no power of two" if size & (size - 1) else None
 
 
 def fused_projections(attn: Any) -> str | None:
@@ -141,6 +145,13 @@ def repeated_angles(new: New, tokens: int, size: int) -> tuple[Tensor, Tensor]:
     """An example of what :func:`pairs` takes."""
     turn = new(tokens, size // 2).float().repeat_interleave(2, -1)
     return turn.cos(), turn.sin()
+
+
+def padded(sequence: Tensor, token: int) -> Tensor:
+    """An example of a mask, [2, tokens]: the second sequence has padding at ``token``."""
+    mask = torch.ones(sequence.shape[:2], dtype=torch.bool, device=sequence.device)
+    mask[1, token] = False
+    return mask
 
 
 def outputs(attended: Tensor, like: Tensor, *streams: tuple[int, Any]) -> list[Tensor]:
@@ -163,11 +174,11 @@ def split(x: Tensor, *tokens: int) -> tuple[Tensor, ...]:
 
 
 def normed(
-    x: Tensor, branch: Tensor | None, by: Modulation, eps: float, *, rounded: bool = True
+    x: Tensor, branch: Tensor | None, by: Modulation, eps: float, *, rounded: bool = True, offset: float = 0.0
 ) -> tuple[Tensor, Tensor, Again]:
     """:func:`add_norm`, and how the norm is computed once more."""
-    x, out = add_norm(x, branch, by, eps, rounded=rounded)
-    return x, out, Again(add_norm_again, (x, by.scale, by.shift, by.weight, by.chosen, eps, rounded))
+    x, out = add_norm(x, branch, by, eps, rounded=rounded, offset=offset)
+    return x, out, Again(add_norm_again, (x, by.scale, by.shift, by.weight, by.chosen, eps, offset, rounded))
 
 
 @dataclass(frozen=True, slots=True)

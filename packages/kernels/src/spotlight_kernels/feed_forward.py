@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from diffusers.models.activations import GELU
 from diffusers.models.attention import FeedForward
 from diffusers.models.transformers.transformer_flux2 import Flux2FeedForward
+from diffusers.models.transformers.transformer_krea2 import Krea2SwiGLU
 from torch import Tensor
 
 from spotlight_kernels.lora import Again, project
@@ -20,6 +21,8 @@ def fused_forward(mlp: Any) -> Callable[..., Tensor] | None:
     """What takes the place of a module's forward; None: it is no MLP that is known here."""
     if type(mlp) is Flux2FeedForward:
         return joined_feed_forward
+    if type(mlp) is Krea2SwiGLU:
+        return swiglu
     usual = type(mlp) is FeedForward and len(mlp.net) == 3 and type(mlp.net[0]) is GELU
     return feed_forward if usual else None
 
@@ -47,6 +50,11 @@ def feed_forward(mlp: Any, x: Tensor, again: Again | None = None) -> Tensor:
     same = not (dropout.training and dropout.p)
     (out,) = project(dropout(activate(wide)), [down], Again(activate, (wide,)) if same else None)
     return out
+
+
+def swiglu(mlp: Any, x: Tensor, again: Again | None = None) -> Tensor:
+    """Of Krea 2; as :func:`feed_forward`."""
+    return gated_feed_forward(x, (mlp.gate, mlp.up), mlp.down, again)
 
 
 def gated_feed_forward(x: Tensor, up: tuple[Any, Any], down: Any, again: Again | None) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from spotlight_kernels.blocks import Kind, first
-from spotlight_kernels.feed_forward import feed_forward, fused_forward, joined_feed_forward
+from spotlight_kernels.feed_forward import feed_forward, fused_forward, joined_feed_forward, swiglu
 from spotlight_kernels.quantised.linear import QuantisedLinear
 
 BLOCKS: Mapping[str, str] = {
@@ -21,9 +21,12 @@ BLOCKS: Mapping[str, str] = {
     "Flux2TransformerBlock": "flux2_blocks.DOUBLE",
     "FluxSingleTransformerBlock": "flux_blocks.SINGLE",
     "FluxTransformerBlock": "flux_blocks.DOUBLE",
+    "HunyuanVideo15TransformerBlock": "hunyuan_video_blocks.DOUBLE_15",
     "HunyuanVideoSingleTransformerBlock": "hunyuan_video_blocks.SINGLE",
     "HunyuanVideoTransformerBlock": "hunyuan_video_blocks.DOUBLE",
     "JointTransformerBlock": "sd3_blocks.JOINT",
+    "Krea2TextFusionBlock": "krea2_blocks.FUSION",
+    "Krea2TransformerBlock": "krea2_blocks.JOINT",
     "QwenImage21TransformerBlock": "qwen_image_21_blocks.JOINT",
     "QwenImageTransformerBlock": "qwen_image_blocks.DOUBLE",
     "WanTransformerBlock": "wan_blocks.CROSS",
@@ -79,6 +82,7 @@ def fuse(transformer: nn.Module, device: torch.device, *, compare: bool = True) 
 
 def restore(transformer: nn.Module) -> None:
     """Undo :func:`fuse`."""
+    forwards = (feed_forward, joined_feed_forward, swiglu)
     for part in transformer.modules():
         name = next((each.__name__ for each in type(part).__mro__ if each.__name__ in BLOCKS), None)
         own = getattr(vars(part).get("forward"), "__func__", None)
@@ -86,7 +90,7 @@ def restore(transformer: nn.Module) -> None:
             del part.forward
             _exchange(part, {new: old for old, new in kind.processors.items()})
             for mlp in part.modules():
-                if getattr(vars(mlp).get("forward"), "__func__", None) in (feed_forward, joined_feed_forward):
+                if getattr(vars(mlp).get("forward"), "__func__", None) in forwards:
                     del mlp.forward
 
 

@@ -1,13 +1,17 @@
-"""Blocks of HunyuanVideo, double and single; the video comes first, and text is not rotated."""
+"""Blocks of HunyuanVideo, double and single, and of HunyuanVideo 1.5, double with a mask of the text; the
+video comes first, and text is not rotated.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0
+from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15AttnProcessor2_0
 from torch import Tensor
 
 from spotlight_kernels import blocks
@@ -48,6 +52,25 @@ class HunyuanVideoProcessor(HunyuanVideoAttnProcessor2_0):  # type: ignore[misc]
         out, layer = attn.to_out[0], attn.to_add_out
         video, text = blocks.outputs(attended, video, (video.shape[1], out), (text.shape[1], layer))
         return attn.to_out[1](video), text
+
+
+class HunyuanVideo15Processor(HunyuanVideoProcessor):
+    """Attention within the tokens that are none of padding, and within those that are."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: Angles = None,
+        again: blocks.Inputs = (None, None),
+    ) -> tuple[Tensor, Tensor | None]:
+        """As diffusers' own; ``attention_mask`` is of the text, [batch, tokens]."""
+        assert attention_mask is not None, "as diffusers' own"
+        valid = F.pad(attention_mask, (hidden_states.shape[1], 0), value=True).bool()
+        mask = (valid[:, None, :] & valid[:, :, None])[:, None]
+        return super().__call__(attn, hidden_states, encoder_hidden_states, mask, image_rotary_emb, again)
 
 
 def double(
@@ -113,5 +136,16 @@ def _example(block: Any, new: New, image: int, text: int) -> dict[str, Any]:
     }
 
 
+def _masked_example(block: Any, new: New, image: int, text: int) -> dict[str, Any]:
+    found = _example(block, new, image, text)
+    return found | {"attention_mask": blocks.padded(found["encoder_hidden_states"], -1)}
+
+
 DOUBLE = blocks.Kind(double, _double_trouble, _example, {HunyuanVideoAttnProcessor2_0: HunyuanVideoProcessor})
 SINGLE = blocks.Kind(single, _single_trouble, _example, {HunyuanVideoAttnProcessor2_0: HunyuanVideoProcessor})
+DOUBLE_15 = replace(
+    DOUBLE,
+    example=_masked_example,
+    processors={HunyuanVideo15AttnProcessor2_0: HunyuanVideo15Processor, **DOUBLE.processors},
+)
+"""A mask of keys alone is as good, since nobody reads what padding attends to: hence the other processor."""

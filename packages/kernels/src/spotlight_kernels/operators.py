@@ -5,8 +5,10 @@ a CPU, slowly. They are operators of torch (``torch.ops.spotlight_kernels``), so
 selective recomputation and tensors without memory see them. With and without gradient the same kernels run:
 results are equal to the bit.
 
-``rounded`` everywhere: round after each step to the tensors' type, as the separate operators in diffusers do;
-otherwise compute in float32 and round once.
+Everywhere:
+- ``rounded``: round after each step to the tensors' type, and before a norm's weights to the weights', as the
+  separate operators in diffusers do; otherwise compute in float32 and round once.
+- ``offset`` is added to norms' weights, in float32: 1 for those stored around 0.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ class HeadStream:
     angles: tuple[Tensor, Tensor] | None = None
 
 
-def join_heads(streams: Sequence[HeadStream], size: int, eps: float, *, rounded: bool) -> Tensor:
+def join_heads(
+    streams: Sequence[HeadStream], size: int, eps: float, *, rounded: bool, offset: float = 0.0
+) -> Tensor:
     """Normalise and rotate the heads of every stream, and join the streams.
 
     Returns:
@@ -51,8 +55,8 @@ def join_heads(streams: Sequence[HeadStream], size: int, eps: float, *, rounded:
     for stream in streams:
         flat += (stream.x, stream.weight, *(stream.angles or (None, None)))
     if not torch.is_grad_enabled():
-        return cast(Tensor, ops.join_heads(*_by_kind(flat), size, eps, rounded))
-    return cast(Tensor, _JoinHeads.apply(size, eps, rounded, *flat))  # type: ignore[no-untyped-call]
+        return cast(Tensor, ops.join_heads(*_by_kind(flat), size, eps, offset, rounded))
+    return cast(Tensor, _JoinHeads.apply(size, eps, offset, rounded, *flat))  # type: ignore[no-untyped-call]
 
 
 def _by_kind(flat: Sequence[Any]) -> Iterator[list[Any]]:
@@ -60,12 +64,14 @@ def _by_kind(flat: Sequence[Any]) -> Iterator[list[Any]]:
     return (list(flat[i::4]) for i in range(4))
 
 
-def join_heads_reference(streams: Sequence[HeadStream], size: int, eps: float, *, rounded: bool) -> Tensor:
+def join_heads_reference(
+    streams: Sequence[HeadStream], size: int, eps: float, *, rounded: bool, offset: float = 0.0
+) -> Tensor:
     """:func:`join_heads` by torch's operators."""
-    return torch.cat([_heads_reference(stream, size, eps, rounded) for stream in streams], 1)
+    return torch.cat([_heads_reference(stream, size, eps, offset, rounded) for stream in streams], 1)
 
 
-def _heads_reference(stream: HeadStream, size: int, eps: float, rounded: bool) -> Tensor:
+def _heads_reference(stream: HeadStream, size: int, eps: float, offset: float, rounded: bool) -> Tensor:
     x, weight, kind = stream.x, stream.weight, stream.x.dtype
     heads = x.shape[-1] // size
     value = x.float()
@@ -74,8 +80,8 @@ def _heads_reference(stream: HeadStream, size: int, eps: float, rounded: bool) -
             value = value.view(*x.shape[:2], heads, size)
         value = value * torch.rsqrt(value.pow(2).mean(-1, keepdim=True) + eps)
         if rounded:
-            value = value.to(kind).float()
-        value = (value * weight.float()).to(kind).float()
+            value = value.to(weight.dtype).float()
+        value = (value * (weight.float() + offset)).to(kind).float()
     value = value.reshape(*x.shape[:2], heads, size)
     if stream.angles is not None:
         cos, sin = (each.float().unsqueeze(-2) for each in stream.angles)
@@ -105,7 +111,7 @@ class Modulation:
 
 
 def add_norm(
-    x: Tensor, y: Tensor | None, by: Modulation, eps: float, *, rounded: bool
+    x: Tensor, y: Tensor | None, by: Modulation, eps: float, *, rounded: bool, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """``r = x + gate * y`` and ``norm(r) * (1 + scale) + shift``.
 
@@ -121,9 +127,9 @@ def add_norm(
     parts = (by.gate, by.scale, by.shift, by.weight, by.branch_weight, by.chosen)
     if not torch.is_grad_enabled():
         x, y = x.contiguous(), None if y is None else y.contiguous()
-        total, out = ops.add_norm(x, y, *parts, eps, rounded, True)
+        total, out = ops.add_norm(x, y, *parts, eps, offset, rounded, True)
         return (x if y is None else total), out
-    found: tuple[Tensor, Tensor] = _AddNorm.apply(x, y, *parts, eps, rounded, True)  # type: ignore[no-untyped-call]
+    found: tuple[Tensor, Tensor] = _AddNorm.apply(x, y, *parts, eps, offset, rounded, True)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -136,9 +142,10 @@ def gated_add(
     branch_weight: Tensor | None = None,
     chosen: Tensor | None = None,
     eps: float = 0.0,
+    offset: float = 0.0,
 ) -> Tensor:
     """``x + gate * y``; as :func:`add_norm`."""
-    rest = (gate, None, None, None, branch_weight, chosen, eps, rounded, False)
+    rest = (gate, None, None, None, branch_weight, chosen, eps, offset, rounded, False)
     if not torch.is_grad_enabled():
         return cast(Tensor, ops.add_norm(x.contiguous(), y.contiguous(), *rest)[0])
     total, _ = _AddNorm.apply(x, y, *rest)  # type: ignore[no-untyped-call]
@@ -153,7 +160,7 @@ def rows_of(x: Tensor) -> Tensor:
     size = math.gcd(x.shape[-1], 128)
     quick = x.ndim == 3 and x.stride(-1) == 1 and x.dtype != torch.float64 and (x.is_cuda or INTERPRETED)
     if quick and not x.is_contiguous() and size > 1:
-        x = ops.join_heads([x], [None], [None], [None], size, 0.0, False).flatten(2)
+        x = ops.join_heads([x], [None], [None], [None], size, 0.0, 0.0, False).flatten(2)
     return x.reshape(-1, x.shape[-1])
 
 
@@ -164,15 +171,23 @@ def add_norm_again(
     weight: Tensor | None,
     chosen: Tensor | None,
     eps: float,
+    offset: float,
     rounded: bool,
 ) -> Tensor:
     """The norm that :func:`add_norm` returned beside ``total``, the same bits once more; without gradient."""
-    parts = (None, None, scale, shift, weight, None, chosen, eps, rounded, True)
+    parts = (None, None, scale, shift, weight, None, chosen, eps, offset, rounded, True)
     return cast(Tensor, ops.add_norm(total, *parts)[1])
 
 
 def add_norm_reference(
-    x: Tensor, y: Tensor | None, by: Modulation, eps: float, *, rounded: bool, norm: bool = True
+    x: Tensor,
+    y: Tensor | None,
+    by: Modulation,
+    eps: float,
+    *,
+    rounded: bool,
+    offset: float = 0.0,
+    norm: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """:func:`add_norm` by torch's operators; without ``norm``, :func:`gated_add`."""
     kind, total = x.dtype, x
@@ -185,7 +200,8 @@ def add_norm_reference(
         return each if by.chosen is None else torch.where(by.chosen[:, None], each[:-1], each[-1:])
 
     def rms_norm(value: Tensor, weight: Tensor) -> Tensor:
-        return step(value * torch.rsqrt(value.pow(2).mean(-1, keepdim=True) + eps)) * weight.float()
+        value = value * torch.rsqrt(value.pow(2).mean(-1, keepdim=True) + eps)
+        return (value.to(weight.dtype).float() if rounded else value) * (weight.float() + offset)
 
     if y is not None:
         branch = y.float()
@@ -209,13 +225,15 @@ def add_norm_reference(
 
 class _JoinHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, size: int, eps: float, rounded: bool, *flat: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, size: int, eps: float, offset: float, rounded: bool, *flat: Tensor | None
+    ) -> Tensor:
         # A stream without a norm is rotated back, or just copied: what it was is not needed for that.
         needed = [x if i % 4 or flat[i + 1] is not None else None for i, x in enumerate(flat)]
         ctx.save_for_backward(*needed)
-        ctx.size, ctx.eps, ctx.rounded = size, eps, rounded
+        ctx.options = (size, eps, offset, rounded)
         ctx.lengths = [x.shape[1] for x in flat[::4] if x is not None]
-        return cast(Tensor, ops.join_heads(*_by_kind(flat), size, eps, rounded))
+        return cast(Tensor, ops.join_heads(*_by_kind(flat), size, eps, offset, rounded))
 
     @staticmethod
     @once_differentiable
@@ -227,12 +245,12 @@ class _JoinHeads(torch.autograd.Function):
             x, weight, cos, sin = flat[i : i + 4]
             own = gradient.narrow(1, start, ctx.lengths[i // 4])
             start += ctx.lengths[i // 4]
-            if ctx.needs_input_grad[3 + i]:
+            if ctx.needs_input_grad[4 + i]:
                 x = own.flatten(2) if x is None else x
-                found[i] = ops.join_heads_backward(own, x, weight, cos, sin, ctx.size, ctx.eps)
-            if weight is not None and ctx.needs_input_grad[4 + i]:
+                found[i] = ops.join_heads_backward(own, x, weight, cos, sin, *ctx.options[:3])
+            if weight is not None and ctx.needs_input_grad[5 + i]:
                 found[i + 1] = _weight_gradient(ctx, own, flat[i : i + 4])
-        return None, None, None, *found
+        return None, None, None, None, *found
 
 
 def _weight_gradient(ctx: Any, gradient: Tensor, flat: Sequence[Any]) -> Tensor:
@@ -241,7 +259,7 @@ def _weight_gradient(ctx: Any, gradient: Tensor, flat: Sequence[Any]) -> Tensor:
     with torch.enable_grad():
         own = weight.detach().requires_grad_()
         angles = None if cos is None else (cos, sin)
-        out = _heads_reference(HeadStream(x.detach(), own, angles), ctx.size, ctx.eps, ctx.rounded)
+        out = _heads_reference(HeadStream(x.detach(), own, angles), *ctx.options)
         (found,) = torch.autograd.grad(out, own, gradient)
     return cast(Tensor, found)
 
@@ -259,6 +277,7 @@ class _AddNorm(torch.autograd.Function):
         branch_weight: Tensor | None,
         chosen: Tensor | None,
         eps: float,
+        offset: float,
         rounded: bool,
         norm: bool,
     ) -> tuple[Tensor, Tensor | None]:
@@ -266,10 +285,10 @@ class _AddNorm(torch.autograd.Function):
         x = x.contiguous()
         y = None if y is None else y.contiguous()
         parts = (gate, scale, shift, weight, branch_weight, chosen)
-        total, out = ops.add_norm(x, y, *parts, eps, rounded, norm)
+        total, out = ops.add_norm(x, y, *parts, eps, offset, rounded, norm)
         if y is None:
             total = x.view_as(x)
-        ctx.options, ctx.adds = (eps, rounded, norm), y is not None
+        ctx.options, ctx.adds = (eps, offset, rounded, norm), y is not None
         trained = any(ctx.needs_input_grad[2:7])
         of_branch = y if trained or branch_weight is not None else None
         ctx.save_for_backward(total if norm else None, of_branch, x if trained else None, *parts)
@@ -279,11 +298,11 @@ class _AddNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, from_total: Tensor | None, from_out: Tensor | None) -> tuple[Any, ...]:
         total, y, x, *parts = ctx.saved_tensors
-        eps, _, _ = ctx.options
+        eps, offset, _, _ = ctx.options
         found: tuple[Any, ...] = (None,) * 5
         if x is not None:
             found = _modulation_gradients(ctx.options, x, y, Modulation(*parts), (from_total, from_out))
-        rest = (*found, None, None, None, None)
+        rest = (*found, None, None, None, None, None)
         if from_total is None and from_out is None:
             return None, None, *rest
         gate, scale, _, weight, branch_weight, chosen = parts
@@ -302,6 +321,7 @@ class _AddNorm(torch.autograd.Function):
             branch_weight,
             chosen,
             eps,
+            offset,
         )
         if gate is None and branch_weight is None:
             to_y = to_x
@@ -309,20 +329,21 @@ class _AddNorm(torch.autograd.Function):
 
 
 def _modulation_gradients(
-    options: tuple[float, bool, bool],
+    options: tuple[float, float, bool, bool],
     x: Tensor,
     y: Tensor | None,
     by: Modulation,
     gradients: tuple[Tensor | None, Tensor | None],
 ) -> tuple[Any, ...]:
     """Of gate, scale, shift and both weights, by torch: adapters on the layers that make them are rare."""
-    eps, rounded, norm = options
+    eps, offset, rounded, norm = options
     names = ("gate", "scale", "shift", "weight", "branch_weight")
     with torch.enable_grad():
         own = {
             name: part.detach().requires_grad_() for name in names if (part := getattr(by, name)) is not None
         }
-        outputs = add_norm_reference(x, y, replace(by, **own), eps, rounded=rounded, norm=norm)
+        by = replace(by, **own)
+        outputs = add_norm_reference(x, y, by, eps, rounded=rounded, offset=offset, norm=norm)
         pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if o is not None and g is not None]
         pairs = [(o, g) for o, g in pairs if o.requires_grad]
         if not pairs:

@@ -55,9 +55,10 @@ def _join_heads(
     sines: list[Tensor | None],
     size: int,
     eps: float,
+    offset: float,
     rounded: bool,
 ) -> Tensor:
-    joint = _empty_joint(xs, weights, cosines, sines, size, eps, rounded)
+    joint = _empty_joint(xs, weights, cosines, sines, size, eps, offset, rounded)
     start = 0
     for x, weight, cos, sin in zip(xs, weights, cosines, sines, strict=True):
         batch, tokens, width = x.shape
@@ -74,6 +75,7 @@ def _join_heads(
                 tokens,
                 width // size,
                 eps,
+                offset,
                 *x.stride()[:2],
                 *out.stride()[:2],
                 *angles,
@@ -90,6 +92,7 @@ def _empty_joint(
     sines: list[Tensor | None],
     size: int,
     eps: float,
+    offset: float,
     rounded: bool,
 ) -> Tensor:
     batch, _, width = xs[0].shape
@@ -104,6 +107,7 @@ def _join_heads_backward(
     sin: Tensor | None,
     size: int,
     eps: float,
+    offset: float,
 ) -> Tensor:
     batch, tokens, width = x.shape
     out = x.new_empty(x.shape)
@@ -117,6 +121,7 @@ def _join_heads_backward(
             tokens,
             width // size,
             eps,
+            offset,
             *x.stride()[:2],
             *gradient.stride()[:2],
             *angles,
@@ -169,6 +174,7 @@ def _add_norm(
     branch_weight: Tensor | None,
     chosen: Tensor | None,
     eps: float,
+    offset: float,
     rounded: bool,
     norm: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -178,7 +184,7 @@ def _add_norm(
     rows_forward.launch(
         grid,
         (x, *(_or(each, x) for each in given), total, out),
-        (*x.shape[1:], eps, _stride(gate, x, chosen), _stride(scale, x, chosen), _stride(shift, x)),
+        (*x.shape[1:], eps, offset, _stride(gate, x, chosen), _stride(scale, x, chosen), _stride(shift, x)),
         (*sizes, *(each is not None for each in given), norm, rounded),
         num_warps=warps,
         # A product and a sum in one instruction would skip the rounding between them.
@@ -202,15 +208,16 @@ def _add_norm_backward(
     branch_weight: Tensor | None,
     chosen: Tensor | None,
     eps: float,
+    offset: float,
 ) -> tuple[Tensor, Tensor]:
     modulation = (gate, scale, weight, branch_weight, chosen)
-    to_x, to_y = _empty_rows_backward(from_total, from_out, total, y, *modulation, eps)
+    to_x, to_y = _empty_rows_backward(from_total, from_out, total, y, *modulation, eps, offset)
     grid, sizes, warps = _rows(to_x, 1, 4)
     given = (*modulation, from_total, from_out)
     rows_backward.launch(
         grid,
         (*(_or(each, to_x) for each in (total, y, *given)), to_x, to_y),
-        (*to_x.shape[1:], eps, _stride(gate, to_x, chosen), _stride(scale, to_x, chosen)),
+        (*to_x.shape[1:], eps, offset, _stride(gate, to_x, chosen), _stride(scale, to_x, chosen)),
         (*sizes, *(each is not None for each in given)),
         num_warps=warps,
     )
@@ -228,6 +235,7 @@ def _empty_rows_backward(
     branch_weight: Tensor | None,
     chosen: Tensor | None,
     eps: float,
+    offset: float,
 ) -> tuple[Tensor, Tensor]:
     given = from_total if from_out is None else from_out
     assert given is not None
@@ -238,25 +246,26 @@ def _empty_rows_backward(
 for _schema, _kernel, _shape in (
     (
         "join_heads(Tensor[] x, Tensor?[] weight, Tensor?[] cos, Tensor?[] sin, int size, float eps, "
-        "bool rounded) -> Tensor",
+        "float offset, bool rounded) -> Tensor",
         _join_heads,
         _empty_joint,
     ),
     (
         "join_heads_backward(Tensor gradient, Tensor x, Tensor? weight, Tensor? cos, Tensor? sin, int size, "
-        "float eps) -> Tensor",
+        "float eps, float offset) -> Tensor",
         _join_heads_backward,
         lambda gradient, x, *_: x.new_empty(x.shape),
     ),
     (
         "add_norm(Tensor x, Tensor? y, Tensor? gate, Tensor? scale, Tensor? shift, Tensor? weight, "
-        "Tensor? branch_weight, Tensor? chosen, float eps, bool rounded, bool norm) -> (Tensor, Tensor)",
+        "Tensor? branch_weight, Tensor? chosen, float eps, float offset, bool rounded, bool norm) "
+        "-> (Tensor, Tensor)",
         _add_norm,
         _empty_rows,
     ),
     (
         "add_norm_backward(Tensor? from_total, Tensor? from_out, Tensor? total, Tensor? y, Tensor? gate, "
-        "Tensor? scale, Tensor? weight, Tensor? branch_weight, Tensor? chosen, float eps) "
+        "Tensor? scale, Tensor? weight, Tensor? branch_weight, Tensor? chosen, float eps, float offset) "
         "-> (Tensor, Tensor)",
         _add_norm_backward,
         _empty_rows_backward,

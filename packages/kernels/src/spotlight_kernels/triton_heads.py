@@ -26,6 +26,7 @@ def forward(
     length,
     heads,
     eps,
+    offset,
     x_b,
     x_s,
     out_b,
@@ -67,12 +68,13 @@ def forward(
         if NORM:
             if ACROSS:
                 value = value * whole
-                scale = tl.load(weight + at, mask=there, other=0.0).to(tl.float32)
+                scale = tl.load(weight + at, mask=there, other=0.0).to(tl.float32) + offset
             else:
                 value = value * tl.rsqrt(tl.sum(value * value, 1) / SIZE + eps)[:, None]
-                scale = tl.load(weight + column).to(tl.float32)[None, :]
+                scale = tl.load(weight + column).to(tl.float32)[None, :] + offset
             if ROUNDED:
-                value = (value.to(kind).to(tl.float32) * scale).to(kind).to(tl.float32)
+                value = value.to(weight.dtype.element_ty).to(tl.float32) * scale
+                value = value.to(kind).to(tl.float32)
             else:
                 value = value * scale
                 if ROTATE:
@@ -93,6 +95,7 @@ def backward(
     length,
     heads,
     eps,
+    offset,
     x_b,
     x_s,
     gradient_b,
@@ -129,7 +132,7 @@ def backward(
             slope = tl.load(given + at, mask=there, other=0.0).to(tl.float32)
             if ROTATE:
                 slope = _rotated(slope, c, n, BLOCK, SIZE)
-            slope = slope * tl.load(weight + at, mask=there, other=0.0).to(tl.float32)
+            slope = slope * (tl.load(weight + at, mask=there, other=0.0).to(tl.float32) + offset)
             squares += tl.sum(value * value, 1)
             products += tl.sum(value * slope, 1)
         whole = tl.rsqrt(tl.sum(squares, 0) / (heads * SIZE) + eps)
@@ -144,10 +147,10 @@ def backward(
         if NORM:
             value = tl.load(source + at, mask=there, other=0.0).to(tl.float32)
             if ACROSS:
-                slope = slope * tl.load(weight + at, mask=there, other=0.0).to(tl.float32)
+                slope = slope * (tl.load(weight + at, mask=there, other=0.0).to(tl.float32) + offset)
                 slope = whole * (slope - value * along)
             else:
-                slope = slope * tl.load(weight + column).to(tl.float32)[None, :]
+                slope = slope * (tl.load(weight + column).to(tl.float32)[None, :] + offset)
                 r = tl.rsqrt(tl.sum(value * value, 1) / SIZE + eps)[:, None]
                 mean = (tl.sum(value * slope, 1) / SIZE)[:, None]
                 slope = r * (slope - value * mean * r * r)

@@ -47,6 +47,7 @@ def forward(
     length,
     width,
     eps,
+    offset,
     gate_b,
     scale_b,
     shift_b,
@@ -74,9 +75,9 @@ def forward(
     if SHIFT:
         term = _row(shift, b, shift_b, column, inside)
     if BRANCH:
-        branch_w = _row(branch_weight, 0, 0, column, inside)
+        branch_w = _row(branch_weight, 0, 0, column, inside) + offset
     if WEIGHT:
-        w = _row(weight, 0, 0, column, inside)
+        w = _row(weight, 0, 0, column, inside) + offset
     for i in tl.static_range(ROWS):
         s = tl.program_id(0) * ROWS + i
         there = inside & (s < length)
@@ -92,7 +93,8 @@ def forward(
             branch = tl.load(y + at, mask=there, other=0.0).to(tl.float32)
             if BRANCH:
                 normal = branch * tl.rsqrt(tl.sum(branch * branch, 0) / width + eps)
-                branch = _rounded(_rounded(normal, kind, ROUNDED) * branch_w, kind, ROUNDED)
+                normal = _rounded(normal, branch_weight.dtype.element_ty, ROUNDED)
+                branch = _rounded(normal * branch_w, kind, ROUNDED)
             if GATE:
                 branch = branch * g
             rounded = (value + _rounded(branch, kind, ROUNDED)).to(kind)
@@ -101,7 +103,7 @@ def forward(
         if NORM:
             if WEIGHT:
                 normal = value * tl.rsqrt(tl.sum(value * value, 0) / width + eps)
-                normal = _rounded(normal, kind, ROUNDED) * w
+                normal = _rounded(normal, weight.dtype.element_ty, ROUNDED) * w
             else:
                 centred = tl.where(there, value - tl.sum(value, 0) / width, 0.0)
                 normal = centred * tl.rsqrt(tl.sum(centred * centred, 0) / width + eps)
@@ -128,6 +130,7 @@ def backward(
     length,
     width,
     eps,
+    offset,
     gate_b,
     scale_b,
     BLOCK: tl.constexpr,
@@ -170,7 +173,8 @@ def backward(
             if SCALE:
                 slope = slope * factor
             if WEIGHT:
-                total += _through_rms(slope * _row(weight, 0, 0, column, inside), value, width, eps)
+                w = _row(weight, 0, 0, column, inside) + offset
+                total += _through_rms(slope * w, value, width, eps)
             else:
                 centred = tl.where(there, value - tl.sum(value, 0) / width, 0.0)
                 r = tl.rsqrt(tl.sum(centred * centred, 0) / width + eps)
@@ -181,6 +185,7 @@ def backward(
             total = total * g
         if BRANCH:
             value = tl.load(y + at, mask=there, other=0.0).to(tl.float32)
-            total = _through_rms(total * _row(branch_weight, 0, 0, column, inside), value, width, eps)
+            branch_w = _row(branch_weight, 0, 0, column, inside) + offset
+            total = _through_rms(total * branch_w, value, width, eps)
         if GATE or BRANCH:
             tl.store(to_y + at, total.to(kind), mask=there)

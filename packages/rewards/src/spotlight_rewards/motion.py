@@ -1,6 +1,6 @@
 """Reward for videos of one coloured shape on white that moves in the direction that was asked for.
 
-Every frame goes through the detector of ``rewards/shapes.py``. A frame shows where the shape is only if it
+Every frame goes through the detector of ``shapes.py``. A frame shows where the shape is only if it
 holds a single object, so blinking, filling the canvas or a second shape never counts as movement.
 
 * ``strict``: 1 if every frame holds one object of the colour that was asked for, most of them the right

@@ -1,6 +1,6 @@
 """The interface of reward functions.
 
-A reward is a plain function over a batch of images. It runs in its own process (``rewards/pool``), so it
+A reward is a plain function over a batch of images. It runs in its own process (``pool``), so it
 may crash or hang without affecting the run, and it never needs torch.
 
     def my_reward(images, prompts, metadata, **params):

@@ -1,7 +1,7 @@
 """Resolves a reward's name to its function: a registered name, or ``module:function``.
 
 :func:`parse` imports nothing, so a configuration can be validated at once. :func:`load` imports; it runs
-inside the reward's own process (``rewards/pool/reward_worker.py``), and in the dry run, which calls nothing.
+inside the reward's own process (``pool/reward_worker.py``), and in the dry run, which calls nothing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The reward ``vote``: a person picks or ranks the pictures of a group, on the dashboard's page.
 
-A group's pictures become a ballot in the run directory (``store/ballots.py``). The score is the share of the
+A group's pictures become a ballot in the run directory (``ballots.py``). The score is the share of the
 group's other pictures that one was placed before; equal places count half. Each picture's name is its digest,
 so a group that was voted on is scored without asking, after whatever restart.
 """

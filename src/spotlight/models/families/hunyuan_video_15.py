@@ -40,25 +40,6 @@ _UNTILED_PX = 5 * 512 * 512
 _TILE_PX = 256 * 256
 
 
-class _KeysMasked(HunyuanVideoAttnProcessor2_0):  # type: ignore[misc]
-    """Attention of a block, with a mask of its keys: what padding attends to, no token reads."""
-
-    def __call__(
-        self,
-        attn: Any,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor,
-        attention_mask: Tensor,
-        image_rotary_emb: tuple[Tensor, Tensor],
-    ) -> tuple[Tensor, Tensor]:
-        """``attention_mask``: of the text, [batch, tokens]."""
-        mask = F.pad(attention_mask, (hidden_states.shape[1], 0), value=True)[:, None, None]
-        found: tuple[Tensor, Tensor] = super().__call__(
-            attn, hidden_states, encoder_hidden_states, mask, image_rotary_emb
-        )
-        return found
-
-
 class HunyuanVideo15(ModelFamily):
     """A HunyuanVideo 1.5 model that makes videos of text; distilled ones take no guidance."""
 
@@ -120,10 +101,11 @@ class HunyuanVideo15(ModelFamily):
         return {}
 
     def adapt(self, transformer: nn.Module) -> None:
-        """See :class:`_KeysMasked`."""
+        """Mask keys alone: what padding attends to, no token reads."""
         blocks: Any = transformer.get_submodule("transformer_blocks")
         for block in blocks:
-            block.attn.set_processor(_KeysMasked())
+            block.attn.set_processor(HunyuanVideoAttnProcessor2_0())
+            block.attn.register_forward_pre_hook(_mask_keys, with_kwargs=True)
 
     def wanted_config(self) -> dict[str, tuple[object, str]]:
         channels = self.vae.config.latent_channels
@@ -202,6 +184,11 @@ class HunyuanVideo15(ModelFamily):
         self.vae.use_slicing, self.vae.use_tiling = True, size.pixels > _UNTILED_PX
         decoded: Tensor = self.vae.decode(latents / self.vae.config.scaling_factor, return_dict=False)[0]
         return decoded
+
+
+def _mask_keys(attn: nn.Module, args: tuple[()], given: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
+    mask = F.pad(given["attention_mask"], (given["hidden_states"].shape[1], 0), value=True)
+    return args, given | {"attention_mask": mask[:, None, None]}
 
 
 def _mask(condition: ConditionBatch, name: str) -> Tensor:

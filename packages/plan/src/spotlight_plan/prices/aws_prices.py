@@ -1,7 +1,7 @@
 """AWS spot prices via ``DescribeSpotPriceHistory``. Needs boto3 (extra ``aws``) and credentials.
 
 The API has no on-demand prices; take them from a catalogue. Queries cover Linux GPU instances
-(``fleet.gpus.INSTANCE_TYPES``) in the given regions.
+(``spotlight_fleet.gpus``) in the given regions.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Azure retail prices: public, paged JSON, no account needed.
 
 https://learn.microsoft.com/rest/api/cost-management/retail-prices/azure-retail-prices. Queries cover Linux
-GPU instances (``fleet.gpus.INSTANCE_TYPES``) in US dollars. Unrequested instances, other units or currencies,
+GPU instances (``spotlight_fleet.gpus``) in US dollars. Unrequested instances, other units or currencies,
 and page links that leave the server or loop are errors that name page and item.
 """
 

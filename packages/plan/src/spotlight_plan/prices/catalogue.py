@@ -5,7 +5,7 @@ types are errors with line numbers. Instances with no GPU, other accelerators, o
 skipped.
 
 GCP lists instance and GPU prices in separate rows. They are added where the instance type has fixed GPUs
-(``fleet.gpus.INSTANCE_TYPES``); GPUs that attach to any instance (T4, V100) are skipped.
+(``spotlight_fleet.gpus``); GPUs that attach to any instance (T4, V100) are skipped.
 """
 
 from __future__ import annotations

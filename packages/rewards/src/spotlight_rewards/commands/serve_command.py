@@ -29,7 +29,7 @@ def serve(
         typer.Option("--param", "-p", metavar="REWARD.KEY=VALUE", help="A reward's parameter, in YAML."),
     ] = None,
     host: HostOption = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535)] = 8080,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Of the service.")] = 8080,
     workers: Annotated[int, typer.Option(min=1, help="Processes per reward.")] = 1,
     token_env: TokenEnvOption = "",
     deadline_s: DeadlineOption = 60.0,

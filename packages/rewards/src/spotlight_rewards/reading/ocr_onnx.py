@@ -42,7 +42,7 @@ class OcrOnnx(Reward):
 
     Attributes:
         find: look for text first; false: every picture is one line of text, which is read as it is.
-        threads: of a process. Several processes (``rewards[].processes``) use cores better.
+        threads: of a process. Several processes (``rewards[].replicas``) use cores better.
         batch_size: pictures, and strips of text, in a pass.
     """
 

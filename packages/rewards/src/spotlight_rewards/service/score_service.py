@@ -3,7 +3,7 @@
     GET  /health   open to all
     GET  /rewards  their names, and what scores
     GET  /metrics  pictures and seconds, in the text format of Prometheus
-    POST /score    see ``rewards/endpoints/service_scores.py``
+    POST /score    see ``endpoints/service_scores.py``
 
 A reward has its own processes, so that one that fails or hangs holds up no other. A picture without a score
 has an entry in ``errors`` with the reason, never a zero. Imports FastAPI.

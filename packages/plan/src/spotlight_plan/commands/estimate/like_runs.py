@@ -16,6 +16,7 @@ from spotlight.config.load import load_dump
 from spotlight.config.schema import RunConfig
 from spotlight.dry_run.run_plan import count_passes
 from spotlight.report.wording import count
+from spotlight.scheduler.types import Purpose
 from spotlight.store.ledger.ledger_queries import open_readonly
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.run_estimate import RunPace, read_so_far
@@ -85,7 +86,7 @@ def _ranks(directory: Path) -> int:
 
 def _held_out(directory: Path) -> int:
     """Held-out prompts of its evaluations."""
-    query = "SELECT COUNT(DISTINCT prompt) FROM rollouts WHERE purpose = 'evaluation'"
+    query = f"SELECT COUNT(DISTINCT prompt) FROM rollouts WHERE purpose = '{Purpose.EVAL}'"
     with closing(open_readonly(RunPaths(directory).ledger)) as connection:
         return int(connection.execute(query).fetchone()[0])
 

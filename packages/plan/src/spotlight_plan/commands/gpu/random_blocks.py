@@ -88,6 +88,7 @@ def random_blocks(
     module = skeleton(type(tiny), config, dtype, device)
     with filling(module) as targets:
         draw(targets, _SEED)
+    family.adapt(module)
     channels = family.dimensions.channels
     family.transformer, family.config = module, module.config
     family.dimensions = replace(kind.read_dimensions(files), channels=channels, layers=sum(depth.values()))
