@@ -48,7 +48,7 @@ def ended_worker(config: RunConfig) -> WorkerProcess:
     """A worker that has loaded the model and left."""
     meeting, run = Address("127.0.0.1", 1), f"test-{id(config)}"
     place = WorkerPlace(WorkerId("n/0"), 1, torch.device("cpu"), meeting, run)
-    process = WorkerProcess(config, place, Head(config), lambda config: config)
+    process = WorkerProcess(config, place, Head(config), lambda config: None)
     process.commands.put(PullWeights(place.worker, 1, PolicyVersion(0), 0, WeightKind.FULL, None))
     process.commands.put(Leave())
     process.run()

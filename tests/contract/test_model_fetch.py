@@ -13,10 +13,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from spotlight.cluster.model_fetch import (
     NodeSource,
+    fetch_model_files,
     node_sources,
     pinned,
     wanted_model,
-    with_model_files,
 )
 from spotlight.cluster.nodes.listing import read_view
 from spotlight.config.load import build_config
@@ -78,7 +78,7 @@ def cluster(caches: Path) -> Iterator[LocalCluster]:
 
 
 @ray.remote(num_cpus=0)
-def arrive(config: RunConfig) -> tuple[RunConfig, list[str], str]:
+def arrive(config: RunConfig) -> tuple[list[str], str]:
     """As a worker begins: have the files, then locate them; no hub is reachable."""
     from spotlight.registry import FAMILIES
 
@@ -88,10 +88,10 @@ def arrive(config: RunConfig) -> tuple[RunConfig, list[str], str]:
     logger = logging.getLogger("spotlight.files")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    found = with_model_files(config)
-    family = FAMILIES.load(found.model.family)
-    files = family.locate(found.model.path, found.model.revision)
-    return found, lines, str(files.root)
+    fetch_model_files(config)
+    family = FAMILIES.load(config.model.family)
+    files = family.locate(config.model.path, config.model.revision)
+    return lines, str(files.root)
 
 
 class Counted:
@@ -129,29 +129,27 @@ def test_two_workers_of_a_new_node_have_the_files_and_one_fetched_them(
     (fresh,) = [node.ray_id for node in cluster.nodes() if node.name == "fresh"]
     there = arrive.options(scheduling_strategy=NodeAffinitySchedulingStrategy(fresh, soft=False))
     arrived = ray.get([there.remote(config()) for _ in range(2)], timeout=2 * ANSWER_S)
-    assert [found.model.revision for found, _, _ in arrived] == [COMMIT] * 2
-    assert sum("were fetched from node" in line for _, lines, _ in arrived for line in lines) == 1
+    assert sum("were fetched from node" in line for lines, _ in arrived for line in lines) == 1
     root = model_directory(caches / "fresh", HUB_ID) / "snapshots" / COMMIT
-    assert {place for _, _, place in arrived} == {str(root)}
+    assert {place for _, place in arrived} == {str(root)}
     fetched = {path.relative_to(root): path.read_bytes() for path in root.rglob("*") if path.is_file()}
     assert Path("text_encoder/model.safetensors") not in fetched, "workers need no text encoder"
     assert Path("transformer/config.json") in fetched
     assert all((random_pipeline / name).read_bytes() == data for name, data in fetched.items())
-    ((again, lines, _),) = ray.get([there.remote(config())], timeout=2 * ANSWER_S)
-    assert (again, lines) == (config(), []), "they are here: nobody is asked"
+    ((lines, _),) = ray.get([there.remote(config())], timeout=2 * ANSWER_S)
+    assert lines == [], "they are here: nobody is asked"
 
 
 def test_a_model_that_no_node_has_comes_from_the_hub_and_the_log_says_so(
     cluster: LocalCluster, caplog: pytest.LogCaptureFixture
 ) -> None:
-    asked = config("somebody/else")
-    assert with_model_files(asked) is asked
+    fetch_model_files(config("somebody/else"))
     assert "somebody/else comes from the model hub: no other node of the cluster gave it" in caplog.text
     caplog.clear()
     for path in ("testbed", str(Path(__file__).parent)):
-        assert with_model_files(config(path, None)) == config(path, None)
+        fetch_model_files(config(path, None))
     assert caplog.text == ""
-    assert with_model_files(config("somebody/else", "main")) == config("somebody/else", "main")
+    fetch_model_files(config("somebody/else", "main"))
     assert "model.revision names no commit" in caplog.text
 
 

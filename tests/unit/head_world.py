@@ -286,6 +286,8 @@ class FakeNodes:
         self.machines: dict[NodeId, Node] = {}
         self.parts: dict[NodeId, tuple[Node, ...]] = {}
         self.placed: Mapping[NodeId, int] = {}
+        self.rolling: list[bool] = []
+        """Whether anything rolls out, each time that a standstill was looked for."""
         self.spares = None
 
     def enter(self, machine: Node) -> None:
@@ -304,7 +306,7 @@ class FakeNodes:
         self.placed = ranks
 
     def report_standstill(self) -> None:
-        """Nobody waits for it here."""
+        self.rolling.append(any(part.rolls_out for parts in self.parts.values() for part in parts))
 
     def started(self) -> Mapping[NodeId, int]:
         return self.placed
@@ -344,7 +346,7 @@ class World:
         client = BlobClient(self.store)
         self.samples = AcceptedSamples(client)
         incidents = IncidentRecorder(accounts.clock, notes.note, recorder.ledger, self.controller.fleet)
-        nodes = FakeNodes()
+        self.nodes = nodes = FakeNodes()
         pool = WorkerPool(
             self.conversations, self, self.inbox.put, notes.note, incidents.worker_crashed, 5.0, 60.0
         )

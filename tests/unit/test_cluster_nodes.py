@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 
 import pytest
 
@@ -29,13 +30,14 @@ def ray_node(name: str, kind: NodeKind = NodeKind.SPOT, slots: int = 2, *, life:
 class World:
     """Nodes, and a head that does as it is told; call it within an event loop."""
 
-    def __init__(self, *overrides: str) -> None:
+    def __init__(self, *overrides: str, there: Sequence[RayNode] = ()) -> None:
         config = load_config(None, ["fleet.driver=ray", "fleet.spot.price_usd_h=1", *overrides])
         self.head = ray_node("head", NodeKind.RESERVED, 1)
         self.notes: list[str] = []
         self.given_up: list[Exception] = []
         slots = LearnerSlots({})
-        self.site = Site(self.head.ray_id, "127.0.0.1", [self.head], None, None, slots, self.give_up)
+        nodes = [self.head, *there]
+        self.site = Site(self.head.ray_id, "127.0.0.1", nodes, None, None, slots, self.give_up)
         self.events: list[ev.Event] = []
         self.nodes = ClusterNodes(
             config, self.site, self.events.append, self.fail, self.notes.append, time.monotonic
@@ -134,6 +136,22 @@ def test_the_learner_goes_where_the_controller_says_and_waits_where_there_is_no_
         assert world.nodes.prices_of(ranks) == [("spot", 2.0)]
         world.nodes.place_learner({})
         assert world.nodes.learner_waits
+
+    asyncio.run(run())
+
+
+def test_nodes_that_were_there_at_the_start_are_awaited_until_they_join_or_are_gone() -> None:
+    async def run() -> None:
+        one, two = ray_node("one"), ray_node("two")
+        world = World(there=[one, two, ray_node("without-slots", slots=0)])
+        assert world.nodes.awaits(NodeKind.SPOT)
+        assert not world.nodes.awaits(NodeKind.ON_DEMAND)
+        world.nodes.joined(one, FACTS)
+        await world.happen()
+        assert world.nodes.awaits(NodeKind.SPOT)
+        world.nodes.lost(two)
+        await world.happen()
+        assert not world.nodes.awaits(NodeKind.SPOT)
 
     asyncio.run(run())
 

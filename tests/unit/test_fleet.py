@@ -15,6 +15,7 @@ from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.cluster.cluster import Cluster
 from spotlight.scheduler.cluster.queue import PullQueue
+from spotlight.scheduler.cluster.recovery import Recovery
 from spotlight.scheduler.fleet.fleet_machine import Fleet, FleetMachine, split_machine
 from spotlight.scheduler.fleet.make_fleet import make_fleet
 from spotlight.scheduler.fleet.rank_places import choose_places
@@ -113,6 +114,15 @@ def test_a_machine_with_gpus_left_is_two_nodes_at_the_price_of_one() -> None:
     assert world.orders == [ef.AssignRoles(NodeId("r"), (learner, rollout))]
     assert world.join(spot("s", 2)) == (spot("s", 2),), "it is what it joined as"
     assert len(world.orders) == 1
+
+
+def test_a_machine_that_returns_under_its_name_and_is_split_this_time_leaves_nothing_behind() -> None:
+    world = reserved(1, {"r": 1})
+    world.join(node("r"), node("a", gpus=3))
+    world.tell(ev.NodeLost(NodeId("r")))
+    assert [part.id for part in world.join(node("a", gpus=3))] == ["a/learner", "a/rollout"]
+    assert [*world.cluster.hosts] == ["a/learner", "a/rollout"]
+    assert world.cluster.recoveries[Recovery.NODE_RETURNED] == 1
 
 
 def test_gpus_of_ranks_roll_out_too_where_they_are_to() -> None:

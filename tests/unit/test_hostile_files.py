@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import socket
 import struct
 import time
 import zlib
@@ -17,13 +18,19 @@ import pytest
 import yaml
 from PIL import Image, PngImagePlugin
 from rich.console import Console
+from torch import nn
 from typer.testing import CliRunner
 
 from spotlight.cli.main import app
-from spotlight.store.images import read_tiles
+from spotlight.models.slots import CopySlots
+from spotlight.store.images import read_tile_note, read_tiles
+from spotlight.store.ledger.history import AttemptRecord, state_of
+from spotlight.store.ledger.ledger_schema import Ending
+from spotlight.store.manifest import Damage, read_manifest
 from spotlight.store.metrics import read_metrics
 from spotlight.store.picture_names import tile_path
 from spotlight.store.run_directory import RunPaths
+from spotlight.training.learner_state import INDEX, StateError, load_weights
 from spotlight_dashboard.report_pictures import embedded
 from spotlight_fleet.traces.trace import TraceError
 from spotlight_fleet.traces.trace_files import parse_trace
@@ -104,6 +111,37 @@ def test_metrics_that_are_no_file_or_no_numbers_are_one_error(tmp_path: Path) ->
         metrics.write_text(f"{line}\n", encoding="utf-8")
         with soon(), pytest.raises(StoreError, match="line 1: not a row"):
             read_metrics(tmp_path)
+
+
+@pytest.mark.parametrize("scores", ["[" * 100_000, f'{{"reward": 1{"0" * 400}}}', '{"reward": {}}'])
+def test_a_tile_with_other_scores_is_no_tile(scores: str, tmp_path: Path) -> None:
+    notes = PngImagePlugin.PngInfo()
+    for key, value in {"caption": "a", "score": "1", "scores": scores}.items():
+        notes.add_text(key, value)
+    Image.new("RGB", (8, 8)).save(tmp_path / "1.png", pnginfo=notes)
+    with soon():
+        assert read_tile_note(tmp_path / "1.png") is None
+
+
+def test_a_checkpoint_whose_manifest_is_nested_without_end_is_damaged(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text("[" * 100_000, encoding="utf-8")
+    with soon():
+        assert isinstance(read_manifest(tmp_path), Damage)
+
+
+@pytest.mark.parametrize("steps", ["[" * 100_000, "1e999"])
+def test_a_learners_index_of_nonsense_is_an_unusable_state(steps: str, tmp_path: Path) -> None:
+    index = f'{{"format": 1, "batches": 0, "optimizer_steps": {{}}, "shapes": {{}}, "steps": {steps}}}'
+    (tmp_path / INDEX).write_text(index, encoding="utf-8")
+    slots = CopySlots(nn.Linear(1, 1), [])
+    with soon(), pytest.raises(StateError, match="cannot be read"):
+        load_weights(tmp_path, slots)
+
+
+@pytest.mark.parametrize("pid", [2**62, 2**31, 0, -1])
+def test_an_attempt_of_a_process_that_cannot_be_is_over(pid: int) -> None:
+    attempt = AttemptRecord(1, pid, socket.gethostname(), 0.0, 0.0, None)
+    assert state_of([attempt]) == Ending.KILLED.value
 
 
 @pytest.mark.parametrize("name", ["../../../private.png", "{private}", "link.png", "circle.png"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -71,10 +71,10 @@ class World:
         if self.fails:
             raise ProviderError(self.fails)
 
-    def supply(self, retry_s: float = 0.05, expected: Sequence[RayNode] = ()) -> NodeSupply:
+    def supply(self, retry_s: float = 0.05, awaited: Callable[[], bool] = lambda: False) -> NodeSupply:
         return NodeSupply(
             NodeKind.SPOT, self, lambda: self.nodes if self.joined else [], self.events.append,
-            self.said.append, lambda: self.clock_s, retry_s, {node.ray_id for node in expected},
+            self.said.append, lambda: self.clock_s, retry_s, awaited,
         )  # fmt: skip
 
 
@@ -165,19 +165,17 @@ def test_a_run_that_ends_while_nodes_are_asked_for_gives_back_what_that_brings()
     assert world.calls == ["ask", "asked", "close"]
 
 
-@pytest.mark.parametrize("how", ["joined", "lost", "late"])
+@pytest.mark.parametrize("how", ["settled", "late"])
 def test_nodes_that_were_there_before_the_run_are_waited_for(how: str) -> None:
-    world = World(level=1, joined=False)
-    supply = world.supply(expected=world.nodes)
+    world, awaited = World(level=1, joined=False), [True]
+    supply = world.supply(awaited=lambda: bool(awaited))
 
     async def steps() -> AsyncIterator[bool]:
         for _ in range(10):
             yield False
         assert not world.events
-        if how == "joined":
-            world.joined = True
-        elif how == "lost":
-            supply.lost(world.nodes[0].ray_id)
+        if how == "settled":
+            awaited.clear()
         else:
             world.clock_s += node_supply.JOIN_S
         while not world.events:

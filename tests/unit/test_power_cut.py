@@ -79,7 +79,7 @@ def test_after_a_power_cut_at_any_write_a_run_goes_on_to_its_end() -> None:
             again = list(live(left))
             assert len(again) <= ITERATIONS - safe, (moment, again)
             for iteration in range(ITERATIONS):
-                assert [each.score for each in read_tiles(RunDirectory(left / "run", -1), iteration)] == [
+                assert [each.score for each in read_tiles(RunDirectory(left / "run", -1, ""), iteration)] == [
                     iteration
                 ] * 2
             assert (left / "run/images/before-after.png").stat().st_size > 0

@@ -95,6 +95,19 @@ def test_samples_of_other_weights_are_refused_and_their_maker_ends(tmp_path: Pat
     assert read_history(tmp_path / "run").incidents[Incident.WORKER_CRASHED, True] == 1
 
 
+def test_whether_anything_rolls_out_is_looked_at_whenever_a_node_comes_or_goes(tmp_path: Path) -> None:
+    def prepare(it: World) -> None:
+        def lose() -> None:
+            it.put_soon(ev.NodeLost(SPOT.id))
+            it.join(SPOT)
+
+        it.when("step", lose)
+
+    it = run(tmp_path, prepare)
+    assert it.nodes.rolling == [False, True, False, True]
+    assert clean(tmp_path).counts.trained == TRAINED
+
+
 def test_a_learner_lost_before_the_run_began_is_started_again_from_the_same(tmp_path: Path) -> None:
     it = run(tmp_path, lambda it: it.when("send_conditions", it.lose))
     assert it.learner.restored == [None, None]

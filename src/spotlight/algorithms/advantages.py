@@ -139,13 +139,15 @@ def check_rewards(groups: Sequence[Sequence[Mapping[str, float]]], weights: Mapp
 Rewards = Mapping[str, float]
 """A sample's value of each reward."""
 
+_OTHERS_MIN = 2
+"""So many samples have a standard deviation."""
+
 
 def slice_advantages(
     arrived: Sequence[Rewards],
     seen: Sequence[Rewards],
     weights: Mapping[str, float],
     config: AdvantageConfig,
-    spreads: Mapping[str, float] | None = None,
 ) -> list[float]:
     """Leave-one-out advantages of a slice of one prompt's group: [arrived].
 
@@ -153,25 +155,24 @@ def slice_advantages(
         arrived: the slice.
         seen: the group's earlier slices.
         weights: factor of each reward; every sample must have exactly these rewards.
-        config: conventions; ``std`` is ignored.
-        spreads: scales known in advance, such as the previous iteration's standard deviations, so that all
-            slices are scaled alike. None: computed from the other samples, which scales early slices more.
+        config: conventions; ``std`` is ignored. Scales are of the other samples too, so early slices, which
+            have fewer, are scaled more.
 
     Raises:
-        ValueError: too few other samples (at least 1; 2 without ``spreads``), or invalid rewards.
+        ValueError: fewer than 2 other samples, or invalid rewards.
     """
     check_rewards([arrived, *([seen] if seen else [])], weights)
-    others, wanted = len(arrived) + len(seen) - 1, 1 if spreads is not None else 2
-    if others < wanted:
+    others = len(arrived) + len(seen) - 1
+    if others < _OTHERS_MIN:
         raise ValueError(
             f"a sample of the slice has {others} other(s) of its group to be compared with; expected at "
-            f"least {wanted}: make the first slice larger, or give spreads"
+            f"least {_OTHERS_MIN}: make the first slice larger"
         )
     channels = _channels([*arrived, *seen], weights, config)
     rows = []
     for i in range(len(arrived)):
         rest = {name: [*values[:i], *values[i + 1 :]] for name, values in channels.items()}
-        rows.append(_advantage({name: values[i] for name, values in channels.items()}, rest, spreads, config))
+        rows.append(_advantage({name: values[i] for name, values in channels.items()}, rest, config))
     return [_combined(row, weights, config) for row in rows]
 
 
@@ -180,7 +181,6 @@ def exploration_advantages(
     explored: Sequence[Rewards],
     weights: Mapping[str, float],
     config: AdvantageConfig,
-    spreads: Mapping[str, float] | None = None,
 ) -> list[float]:
     """Advantages of samples of one prompt relative to previews of OTHER seeds: [arrived].
 
@@ -191,22 +191,20 @@ def exploration_advantages(
         explored: previews of seeds that none of the samples has: a seed's own preview is correlated with it.
         weights: as in :func:`slice_advantages`.
         config: as in :func:`slice_advantages`.
-        spreads: scales known in advance; None: computed from ``explored``.
 
     Raises:
-        ValueError: too few previews (at least 1; 2 without ``spreads``), or invalid rewards.
+        ValueError: fewer than 2 previews, or invalid rewards.
     """
-    wanted = 1 if spreads is not None else 2
-    if len(explored) < wanted:
+    if len(explored) < _OTHERS_MIN:
         raise ValueError(
-            f"{len(explored)} other seeds of the prompt were explored; expected at least {wanted}: explore "
-            "more of them, or wait for the group"
+            f"{len(explored)} other seeds of the prompt were explored; expected at least {_OTHERS_MIN}: "
+            "explore more of them, or wait for the group"
         )
     check_rewards([arrived, explored], weights)
     others = _channels(explored, weights, config)
     channels = _channels(arrived, weights, config)
     rows = [
-        _advantage({name: values[i] for name, values in channels.items()}, others, spreads, config)
+        _advantage({name: values[i] for name, values in channels.items()}, others, config)
         for i in range(len(arrived))
     ]
     return [_combined(row, weights, config) for row in rows]
@@ -221,18 +219,12 @@ def _channels(
 
 
 def _advantage(
-    sample: Rewards,
-    others: Mapping[str, Sequence[float]],
-    spreads: Mapping[str, float] | None,
-    config: AdvantageConfig,
+    sample: Rewards, others: Mapping[str, Sequence[float]], config: AdvantageConfig
 ) -> dict[str, float]:
-    row = {}
-    for name, value in sample.items():
-        if spreads is not None and name not in spreads:
-            raise ValueError(f"spreads has {sorted(spreads)}; expected one of {name!r}")
-        spread = spread_of(others[name], config.ddof) if spreads is None else spreads[name]
-        row[name] = (value - mean_of(others[name])) / (spread + config.epsilon)
-    return row
+    return {
+        name: (value - mean_of(others[name])) / (spread_of(others[name], config.ddof) + config.epsilon)
+        for name, value in sample.items()
+    }
 
 
 def _combined(row: Mapping[str, float], weights: Mapping[str, float], config: AdvantageConfig) -> float:

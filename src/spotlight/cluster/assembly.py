@@ -115,7 +115,7 @@ async def assembled(materials: Materials, room: AttemptRoom) -> AsyncIterator[He
                 partial(incidents.nodes_wanted, kind),
                 room.accounts.clock,
                 config.fleet.target.retry_s,
-                {node.ray_id for node in room.site.nodes if node.kind is kind},
+                partial(nodes.awaits, kind),
             )
             for kind, provider in room.providers.items()
         }

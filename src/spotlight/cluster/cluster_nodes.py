@@ -234,6 +234,11 @@ class ClusterNodes:
         """Those that have joined, in this order."""
         return [node for node in self.machines.values() if node.kind is kind]
 
+    def awaits(self, kind: NodeKind) -> bool:
+        """Whether one that was there at the start has neither joined nor gone."""
+        first = self._first.items()
+        return any(node.kind is kind and node.slots and name not in self.machines for name, node in first)
+
     async def log_tail(self, node: NodeId, actor: str) -> str:
         """Last log lines of an actor on a node; empty if the node is gone."""
         placement = self.placements.get(node)

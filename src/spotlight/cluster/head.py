@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from spotlight.cluster.billing import ClusterAccounts
+from spotlight.cluster.billing import ClusterAccounts, changed_machines
 from spotlight.cluster.blobs.blob_store import BlobAddress
 from spotlight.cluster.cluster_nodes import ClusterNodes
 from spotlight.cluster.incidents import Drains, IncidentRecorder
@@ -111,7 +111,7 @@ class Head:
     error: str | None = None
     stopped: bool = False
     _over: bool = False
-    _ending: dict[NodeKind, set[NodeId]] = field(default_factory=dict)
+    _ending: dict[NodeKind, tuple[NodeId, ...]] = field(default_factory=dict)
     _groups: dict[WorkerId, tuple[int, tuple[WorkerId, ...]]] = field(default_factory=dict)
     _effort: _Effort = field(default_factory=_Effort)
     _waits_since_s: float | None = None
@@ -205,6 +205,8 @@ class Head:
                 self._show_work()
         for effect in effects:
             self._carry_out(effect)
+        if not self._over and changed_machines(event, effects):
+            parts.nodes.report_standstill()
         for node, seconds in parts.drains.finished(controller.fleet, now):
             self.log.add("fleet/drain_s", seconds)
             parts.incidents.record(Incident.NODE_DRAINED, node, f"{seconds:.2f} s after it was to stop")
@@ -316,13 +318,12 @@ class Head:
             parts.nodes.spares.release(ray_id, able, unfit)
             if not any(part.trains for part in effect.parts):
                 parts.learner.leave(ray_id)
-        parts.nodes.report_standstill()
 
     def _provide(self, effect: ef.NodesWanted) -> None:
-        for machine in self._ending.setdefault(effect.kind, set()) ^ {*effect.ending}:
-            if machine in effect.ending:
+        before, self._ending[effect.kind] = self._ending.get(effect.kind, ()), effect.ending
+        for machine in effect.ending:
+            if machine not in before:
                 self.parts.incidents.node_returned(machine, effect.kind)
-        self._ending[effect.kind] = {*effect.ending}
         self.parts.supplies[effect.kind].want(effect.nodes, effect.ending)
 
     def _report_exploration(self, report: Mapping[str, Any]) -> None:

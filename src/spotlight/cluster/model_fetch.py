@@ -48,22 +48,20 @@ log = logging.getLogger("spotlight.files")
 _START_S = 60.0
 
 
-def with_model_files(config: RunConfig) -> RunConfig:
+def fetch_model_files(config: RunConfig) -> None:
     """Fetch the model's files from another node if this node's disk lacks them.
 
-    Of a node's processes one fetches, and the others wait for it, ``fleet.start_s`` at most.
-
-    Returns:
-        The configuration; where the files are not here now, loading downloads them.
+    Of a node's processes one fetches, and the others wait for it, ``fleet.start_s`` at most. Where the files
+    are not here then, the log says why, and loading the model downloads them.
     """
     wanted = wanted_model(config)
     cache = cache_directory()
     if wanted is None or on_disk(wanted, cache) is not None:
-        return config
+        return
     if not is_commit(wanted.revision):
         # Another node's branch may be older than the learner's.
         log.warning("%s comes from the model hub: model.revision names no commit", wanted.hub_id)
-        return config
+        return
     try:
         commit = _fetch(wanted, cache, config)
     except (WeightsError, OSError) as error:
@@ -71,7 +69,6 @@ def with_model_files(config: RunConfig) -> RunConfig:
         commit = None
     if commit is None:
         log.warning("%s comes from the model hub: no other node of the cluster gave it", wanted.hub_id)
-    return config
 
 
 def pinned(config: RunConfig) -> RunConfig:

@@ -54,6 +54,6 @@ def score(mean: float | None, stderr: float | None = None) -> str:
     return f"{mean:.3f} ± {stderr:.3f}"
 
 
-def plural(number: int, one: str, many: str | None = None) -> str:
+def plural(number: int, one: str) -> str:
     """``1 attempt``, ``2 attempts``."""
-    return f"{number:,} {one if number == 1 else many or one + 's'}"
+    return f"{number:,} {one}{'' if number == 1 else 's'}"

@@ -130,7 +130,7 @@ class RunRecorder(Recorder):
         self._granted.append(GrantedLease(effect.lease, effect.resume, time.time()))
 
     def flush(self) -> None:
-        """See :class:`Recorder`."""
+        """Make the records and grants so far durable."""
         self.ledger.append(self._records, self._granted)
         self._records, self._granted = [], []
 

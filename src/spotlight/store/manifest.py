@@ -120,7 +120,7 @@ def read_manifest(directory: Path) -> CheckpointManifest | Damage:
             {name: FileEntry(**entry) for name, entry in body["files"].items()},
         )
         expected = render(manifest)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return Damage(directory.name, MANIFEST, "a manifest", f"{len(content)} bytes that are none")
     if content != expected:
         listed = f"sha256 {_text_hash(expected.decode())}"

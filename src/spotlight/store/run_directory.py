@@ -138,7 +138,7 @@ class RunDirectory(RunPaths):
         config_text: the configuration that the run is opened with, which :meth:`adopt` writes.
     """
 
-    def __init__(self, path: Path, lock: int, config_text: str = "") -> None:
+    def __init__(self, path: Path, lock: int, config_text: str) -> None:
         super().__init__(path)
         self._lock, self.config_text = lock, config_text
 

@@ -213,7 +213,7 @@ def _read_index(path: Path) -> _StateIndex:
             {str(name): [int(n) for n in shape] for name, shape in index["shapes"].items()},
             str(index.get("base", "")),
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise StateError(_damaged(path, error)) from error
 
 

@@ -192,7 +192,7 @@ def test_a_worker_hands_its_model_over_as_it_was_loaded_and_it_can_be_fused_agai
     family = build.load_family(config, CPU)
     names = [set(vars(part)) for part in family.transformer.modules()]
     place = WorkerPlace(WorkerId("n/0"), 1, CPU, Address("127.0.0.1", 1), f"test-{id(config)}")
-    worker: Any = WorkerProcess(config, place, None, lambda config: config)
+    worker: Any = WorkerProcess(config, place, None, lambda config: None)
     worker._held = family, digest_of(base_state(family.transformer))
     build.make_slots(config, family, build.make_algorithm(config))
     assert sum(map(is_fused, family.transformer.transformer_blocks)) == 2

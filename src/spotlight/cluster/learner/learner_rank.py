@@ -239,12 +239,13 @@ class LearnerRank:
 
         Raises ModelError or ConfigError, as in the inline driver.
         """
-        from spotlight.cluster.model_fetch import with_model_files
+        from spotlight.cluster.model_fetch import fetch_model_files
 
         with self._in(Phase.SETUP):
             device = self._device  # a held model's, which is let go below
-            config = self.config if self._held is not None else with_model_files(self.config)
-            model = prepare_model(config, device, self._held)
+            if self._held is None:
+                fetch_model_files(self.config)
+            model = prepare_model(self.config, device, self._held)
             self._held = None
             self._loaded = model, fill_embeddings(self.config, model, prompts, self.ranks)
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 _TAIL_BYTES, _TAIL_LINES = 16 * 1024, 20
-_CALL_S = 10.0
+_CALL_S, _STORE_S = 10.0, 300.0
 _log = logging.getLogger(__name__)
 
 
@@ -80,7 +80,6 @@ class RayLauncher:
         yield_s: within which a worker has ended its step.
         token: what :func:`~spotlight.cluster.learner.rank_folder.write_token` wrote.
         logs: directory for the output of ranks that share the run directory.
-        store_s: timeout of a blob store call.
         profiled_steps: micro-batches that rank 0 traces.
     """
 
@@ -92,7 +91,6 @@ class RayLauncher:
         token: str,
         logs: Path,
         *,
-        store_s: float = 300.0,
         room: Callable[[], Awaitable[None]] | None = None,
         spares: SpareWorkers | None = None,
         yield_s: float = 30.0,
@@ -102,7 +100,7 @@ class RayLauncher:
         self._spares, self._yield_s = spares, yield_s
         self._at: dict[int, Mapping[str, int]] = {}
         self._config, self._placements, self._token = config, placements, token
-        self._blobs = BlockingBlobClient(store, store_s)
+        self._blobs = BlockingBlobClient(store, _STORE_S)
         self._logs = logs.absolute()
         self._thread = ThreadPoolExecutor(1, "learner-launcher")
 

@@ -33,7 +33,7 @@ class NodeSupply:
 
     Attributes:
         present: nodes of this kind that have joined.
-        expected: Ray ids of those that the cluster had before the run.
+        awaited: whether a node that the cluster had before the run has neither joined nor gone.
         record: tells the user what has failed.
         retry_s: until the provider is asked again, also to repair what it may have lost.
     """
@@ -45,7 +45,7 @@ class NodeSupply:
     record: Callable[[str], None]
     clock: Clock
     retry_s: float
-    expected: set[str] = field(default_factory=set)
+    awaited: Callable[[], bool] = lambda: False
     _wanted: int | None = None
     _ending: tuple[str, ...] = ()
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -57,14 +57,10 @@ class NodeSupply:
         self._wanted, self._ending = nodes, tuple(ending)
         self._changed.set()
 
-    def lost(self, ray_id: str) -> None:
-        """A node is gone, perhaps before it joined."""
-        self.expected.discard(ray_id)
-
     async def run(self) -> None:
         """Ask the provider until cancelled; then it gives back what it has."""
         try:
-            await self._await_expected()
+            await self._await_joined()
             while (provided := await self._attempt(self.provider.asked, self.present())) is None:
                 await asyncio.sleep(self.retry_s)
             self.put_event(ev.NodesProvided(self.kind, provided))
@@ -73,12 +69,10 @@ class NodeSupply:
         finally:
             await asyncio.shield(self._close())
 
-    async def _await_expected(self) -> None:
+    async def _await_joined(self) -> None:
         began_s = self.clock()
-        while self.expected - {node.ray_id for node in self.present()}:
-            if self.clock() >= began_s + JOIN_S:
-                return
-            await asyncio.sleep(min(LOOK_S, JOIN_S))
+        while self.awaited() and self.clock() < began_s + JOIN_S:
+            await asyncio.sleep(LOOK_S)
 
     async def _serve(self, provided: int) -> int:
         """Wait until there is something to ask, or to ask again; returns how many are provided then."""

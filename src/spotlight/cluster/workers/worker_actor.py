@@ -108,7 +108,7 @@ class WorkerActor:
     def __init__(self, order: WorkerOrder, store: Any) -> None:
         # Imported late: it pulls in diffusers, and the head needs this module only to start actors.
         with lasting():
-            from spotlight.cluster.model_fetch import with_model_files
+            from spotlight.cluster.model_fetch import fetch_model_files
             from spotlight.cluster.workers.worker_process import WorkerPlace, WorkerProcess
 
         config = read_config(order.config, "the configuration sent to a worker")
@@ -120,7 +120,7 @@ class WorkerActor:
         self._precision = config.deterministic, config.model.tf32
         place = WorkerPlace(order.worker, order.epoch, self._device, order.meeting, order.run)
         home = WorkerBlobClient(BlockingBlobClient(store, config.fleet.start_s))
-        self._process = WorkerProcess(config, place, home, with_model_files, order.profiled_steps)
+        self._process = WorkerProcess(config, place, home, fetch_model_files, order.profiled_steps)
         self._rank: LearnerRank | None = None
         self._ended = threading.Event()
         self._error: BaseException | None = None

@@ -74,7 +74,7 @@ class WorkerProcess:
     """The work of a process; :meth:`run` belongs to the thread that owns the model.
 
     Args:
-        located: sees to it that the model's files are here; returns the configuration that finds them.
+        fetch: has the model's files here before it is loaded, if another node has them.
         profiled_steps: of training rollouts, to be traced where this worker leads; the trace is stored as
             blob ``TRACE``, named by the phase.
 
@@ -87,10 +87,10 @@ class WorkerProcess:
         config: RunConfig,
         place: WorkerPlace,
         home: HeadClient,
-        located: Callable[[RunConfig], RunConfig],
+        fetch: Callable[[RunConfig], None],
         profiled_steps: int = 0,
     ) -> None:
-        self._config, self._place, self._home, self._located = config, place, home, located
+        self._config, self._place, self._home, self._fetch = config, place, home, fetch
         self._profiled_steps = profiled_steps
         self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._server: WeightServer | None = None
@@ -156,7 +156,8 @@ class WorkerProcess:
 
         In a full fine-tune each version brings the transformer, so peers have no base to share.
         """
-        config, place = self._located(self._config), self._place
+        config, place = self._config, self._place
+        self._fetch(config)
         serves = config.learner.mode == "lora"
         family = self._from_peer(config, pull.peer) if pull.peer is not None and serves else None
         if family is None:

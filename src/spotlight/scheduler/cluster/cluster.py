@@ -213,9 +213,6 @@ class Cluster:
     # -- nodes -----------------------------------------------------------------------------------------
 
     def _join(self, node: Node) -> None:
-        if node.id in self.hosts:
-            self.count(Recovery.NODE_RETURNED)
-            self._lose(node.id)
         host = self.hosts[node.id] = Host(node)
         if node.trains and node.rolls_out:
             self.helpers[node.id] = host

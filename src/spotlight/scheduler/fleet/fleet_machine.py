@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, ClassVar
 from spotlight.config.section import Section
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.cluster.cluster import Cluster
+from spotlight.scheduler.cluster.recovery import Recovery
 from spotlight.scheduler.effects import AssignRoles, Effect
 from spotlight.scheduler.types import Node, NodeId, NodeKind, WorkerId
 
@@ -135,7 +136,8 @@ class Fleet:
         match event:
             case ev.NodeJoined(node):
                 if (before := self.machines.get(node.id)) is not None:
-                    self._forget(before, but=node.id)
+                    self.cluster.count(Recovery.NODE_RETURNED)
+                    self._forget(before)
                 self.machines[node.id] = FleetMachine(node)
             case ev.NodeLost(name):
                 if (lost := self.machines.pop(name, None)) is not None:
@@ -236,11 +238,9 @@ class Fleet:
                     ev.NoticeCancelled(part.id) if ends_s is None else ev.NodeNoticed(part.id, ends_s)
                 )
 
-    def _forget(self, machine: FleetMachine, but: NodeId | None = None) -> None:
-        """``but``: of a part that is replaced by a node of the same name."""
+    def _forget(self, machine: FleetMachine) -> None:
         for part in machine.parts:
-            if part.id != but:
-                self.cluster.handle(ev.NodeLost(part.id))
+            self.cluster.handle(ev.NodeLost(part.id))
 
     # -- state -----------------------------------------------------------------------------------------
 

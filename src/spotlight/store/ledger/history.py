@@ -37,11 +37,11 @@ class AttemptRecord:
             return True
         try:
             os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return False
         except PermissionError:
             return True
-        return True
+        except (ProcessLookupError, OverflowError):
+            return False
+        return self.pid > 0  # others name groups of processes
 
 
 @dataclass(frozen=True, slots=True)
