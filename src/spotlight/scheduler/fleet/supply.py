@@ -48,7 +48,8 @@ class Supply(FleetPolicy):
         if self.wanted is None:
             return
         present = {machine.node.id: machine for machine in fleet.kind(self.kind)}
-        self._leaving = {name: each for name, each in self._leaving.items() if name in present}
+        told = {name for name, machine in present.items() if machine.returned_s is not None}
+        self._leaving = {name: each for name, each in self._leaving.items() if name in told}
         self._announce_ends(fleet, present, max(0, len(present) - self.wanted))
         ready = [
             name
