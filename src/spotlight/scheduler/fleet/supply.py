@@ -79,9 +79,8 @@ class Supply(FleetPolicy):
 
     def _announce(self, fleet: Fleet, machine: FleetMachine) -> None:
         moves = machine.ranks > 0
-        self._leaving[machine.node.id] = _Leaving(
-            fleet.now + (self._move_s if moves else self._drain_s), moves
-        )
+        end_s = fleet.now + (self._move_s if moves else self._drain_s)
+        self._leaving[machine.node.id] = _Leaving(end_s, moves)
         fleet.give_back(machine, fleet.now + (self._move_s if moves else 0.0))
 
     def next_s(self, fleet: Fleet) -> float | None:
