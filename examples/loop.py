@@ -3,14 +3,14 @@
     python examples/loop.py [CONFIG.yaml] [KEY=VALUE ...]
 
 Its parts are those of `spotlight train`, without what makes that a product: evaluation, checkpoints, ledger,
-resume, several ranks, a cluster. With the default policies (no exploration, overlap or subset) its curve is
-that of the command's run, on a CPU to the bit.
+resume, several ranks, a cluster. Its curve is that of the command's run, on a CPU to the bit; it refuses a
+configuration of which that would not hold (:func:`require_plain`).
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from spotlight.algorithms.advantages import advantages
 from spotlight.cli.config_command import split_arguments
@@ -27,6 +27,20 @@ from spotlight.training.batching.batch import TrainingSample
 from spotlight.training.sharding import Ranks
 from spotlight_rewards.base.prompts import Prompt
 from spotlight_rewards.results import ScoredSample
+
+
+def require_plain(config: RunConfig, comparing: Iterable[str]) -> None:
+    """Raise ValueError at what changes the curve and is left out here, or if rewards compare whole groups."""
+    loss = config.algorithm
+    asked = {
+        "exploration": config.exploration, "algorithm.train_samples": loss.train_samples,
+        "policies": config.policies, "pipeline": config.pipeline.trains_parts or config.pipeline.next_share,
+        "learner.update_split": config.learner.update_split != "groups",
+        "algorithm.silent_groups": loss.silent_groups != "train",
+        "algorithm.name": loss.needs_gradients or loss.trains_on_stored or loss.compares_groups,
+    }  # fmt: skip
+    if left_out := [*(key for key, value in asked.items() if value), *comparing]:
+        raise ValueError(f"the loop in one file is without {', '.join(left_out)}; use `spotlight train`")
 
 
 def groups_of(
@@ -72,14 +86,13 @@ def step(
     learner, size = learning.learner, config.rollout.group_size
     weights = {reward.curve: reward.weight for reward in config.rewards}
     rewards = [{name: each[name] for name in weights} for each in scores]
-    found = advantages(
-        [rewards[at : at + size] for at in range(0, len(rewards), size)], weights, learner.advantage
-    )
+    by_group = [rewards[at : at + size] for at in range(0, len(rewards), size)]
+    found = advantages(by_group, weights, learner.advantage)
     samples = [
         TrainingSample(
             key=rollout.id, group=group[0].id, advantage=advantage,
             condition=learning.conditions[rollout.prompt_id], seed=rollout.seed, version=rollout.version,
-            first_step=0, tensors=finished[slot * size + member].tensors,
+            tensors=finished[slot * size + member].tensors,
         )
         for slot, group in enumerate(groups)
         for member, (rollout, advantage) in enumerate(zip(group, found[slot], strict=True))
@@ -103,6 +116,7 @@ def train(config: RunConfig) -> list[dict[str, float]]:
     prompts = build.load_prompts(config)
     rows = []
     with build.make_reward_pool(config) as pool:
+        require_plain(config, pool.compares_groups)
         used = prompts.used(config)
         pool.check([prompt.text for prompt in used], [prompt.metadata for prompt in used])
         model = prepare_model(config, device)

@@ -50,9 +50,10 @@ def test_a_stage_has_the_common_settings_below_its_own(tmp_path: Path) -> None:
 
 
 def test_a_command_overrides_its_stage(tmp_path: Path) -> None:
-    given = ["iterations=9", "name=other", "model.lora=null", "stage=rl"]
-    config = load_config(written(tmp_path), given)
-    assert (config.name, config.iterations, config.model.lora) == ("other-rl", 9, None)
+    given = ["iterations=9", "name=other", "stage=rl"]
+    for override, lora in (("model.lora=null", None), ("model={lora: other}", "other")):
+        config = load_config(written(tmp_path), [*given, override])
+        assert (config.name, config.iterations, config.model.lora) == ("other-rl", 9, lora)
 
 
 @pytest.mark.parametrize(
@@ -65,6 +66,8 @@ def test_a_command_overrides_its_stage(tmp_path: Path) -> None:
         ("stages: {a: 5}", [], "stages.a: found 5; expected settings"),
         ("stages: {a: {name: b}}", ["stage=a"], "stages.a.name: found 'b'; expected nothing. Set it for all"),
         ("stages: {a: {step: 1}}", ["stage=a"], "step: found an unknown key"),
+        ("stages: {a: {iterations: 2026-01-01}}", ["stage=a"], "iterations: found '2026-01-01'"),
+        ("{model: qwen, stages: {a: {}, b: {}}}", ["stage=b"], "model: found 'qwen'; expected a section"),
         (FILE, ["stage=rl", "runs_dir=s3://b/c"], "runs_dir: found s3:/+b/c; expected a folder with stages"),
         (
             FILE,

@@ -380,6 +380,17 @@ def test_a_node_that_does_not_empty_may_end_nevertheless() -> None:
     assert world.tell(ev.TimePassed(), now=3.0) == [ef.NodesWanted(NodeKind.SPOT, 1, (NodeId("b"),))]
 
 
+def test_a_node_that_returns_while_it_is_drained_is_drained_like_any_other() -> None:
+    world = scaled(*map(spot, "ab"))
+    (name,) = world.cluster.hosts[NodeId("b")].workers
+    epoch = world.cluster.workers[name].epoch
+    for event in (ev.WorkerStarted(name, epoch), ev.WeightsPulled(name, epoch, PolicyVersion(0), 0)):
+        world.cluster.handle(event)
+    assert want(world, 1) == [], "it works"
+    world.tell(ev.NodeJoined(spot("b")), now=1.0)
+    assert ends_s(world) == {"b": 1.0}, "nothing begins there that would not be done in time"
+
+
 def test_a_node_that_holds_the_learner_is_the_last_and_has_the_time_that_a_move_takes() -> None:
     world = scaled(*map(spot, "ab"), moves=True)
     (holder,) = world.placed

@@ -30,6 +30,7 @@ from spotlight.store.manifest import Damage, read_manifest
 from spotlight.store.metrics import read_metrics
 from spotlight.store.picture_names import tile_path
 from spotlight.store.run_directory import RunPaths
+from spotlight.store.shown_media import FRAMES_MAX, shown_media
 from spotlight.training.learner_state import INDEX, StateError, load_weights
 from spotlight_dashboard.report_pictures import embedded
 from spotlight_fleet.traces.trace import TraceError
@@ -178,6 +179,18 @@ def test_a_tile_that_lasts_for_years_is_refused(tmp_path: Path) -> None:
     first.save(tile, pnginfo=notes, save_all=True, append_images=[second], duration=60_000)
     with soon(), pytest.raises(StoreError, match="not a picture of this run"):
         read_tiles(paths, 0)
+
+
+def test_a_tile_that_lasts_for_an_hour_is_not_shown_to_trackers(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    notes = PngImagePlugin.PngInfo()
+    for key, value in {"caption": "a", "score": "1"}.items():
+        notes.add_text(key, value)
+    first, *others = [Image.new("L", (4, 4), 255 * (at % 2)) for at in range(12 * FRAMES_MAX)]
+    tile = tile_path(paths, 0, 0)
+    tile.parent.mkdir(parents=True)
+    first.save(tile, pnginfo=notes, save_all=True, append_images=others, duration=65_000)
+    assert shown_media(paths, 0) == ()
 
 
 BOMB = "\n".join(

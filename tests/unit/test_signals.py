@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
+from rich.console import Console
 
-from spotlight.cli.runs.progress import Facts, RunProgress
+from spotlight.cli.runs.progress import Facts, PlainProgress, RunProgress
 from spotlight.runtime.signals import ending_at_once, stopping_gracefully
 
 
@@ -34,6 +37,32 @@ def test_only_the_same_signal_again_stops_at_once(number: signal.Signals) -> Non
     key = " (Ctrl-C)" if number is signal.SIGINT else ""
     assert f"a second {number.name}{key} stops at once" in progress.notes[0]
     assert len(progress.notes) == len(requests) == 1 + len(others)
+
+
+def test_a_signal_while_nobody_reads_the_output_stops_all_the_same() -> None:
+    """A pager that is paused: Python refuses a write within a write."""
+    reader, writer = os.pipe()
+    requests = list[str]()
+
+    def interrupt_and_read() -> None:
+        time.sleep(0.3)  # the pipe is full
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.3)
+        while os.read(reader, 65536):
+            pass
+        os.close(reader)
+
+    reading = threading.Thread(target=interrupt_and_read)
+    with (
+        os.fdopen(writer, "w", encoding="utf-8") as pipe,
+        PlainProgress(Facts(1, 1.0), Console(file=pipe)) as progress,
+        stopping_gracefully(lambda: requests.append("stop"), progress),
+    ):
+        reading.start()
+        while not requests:
+            progress.say("x" * 200)
+    reading.join()
+    assert requests == ["stop"]
 
 
 def test_under_torchrun_the_note_names_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:

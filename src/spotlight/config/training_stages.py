@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from spotlight_rewards.base.errors import ConfigError, Problem, did_you_mean
-from spotlight_rewards.base.yaml_tree import read_tree
+from spotlight_rewards.base.yaml_tree import parse_override, read_tree
 
 _STAGES, _CHOICE, _LORA = "stages", "stage=", "model.lora"
 _OWN = ("name", "runs_dir", "like", _STAGES)
@@ -43,9 +43,10 @@ class ChosenStage:
             problem = Problem("runs_dir", runs_dir, "a folder with stages, which read each other's LoRAs",
                               "Set runs_dir to a folder.")  # fmt: skip
             raise ConfigError(source, [problem])
-        if self.before is not None:
+        model = tree.get("model") or {}
+        if self.before is not None and isinstance(model, Mapping):  # else it is refused with all the rest
             lora = Path(runs_dir) / f"{training}-{self.before}" / "lora"
-            tree["model"] = {**(tree.get("model") or {}), "lora": str(lora)}
+            tree["model"] = {**model, "lora": str(lora)}
 
 
 def stage_names(path: Path | None, overrides: Sequence[str]) -> list[str]:
@@ -80,9 +81,10 @@ def take_stage(tree: dict[str, Any], overrides: Sequence[str], source: str) -> t
         problem = Problem("stage", found, expected, did_you_mean(chosen[-1] if chosen else "", names, remedy))
         raise ConfigError(source, [problem])
     at = names.index(chosen[-1])
-    settings = [f"{key}={json.dumps(value)}" for key, value in settings_in(stages[names[at]])]
-    begins = any(each.startswith(f"{_LORA}=") for each in (*settings, *others))
-    before = names[at - 1] if at > 0 and not begins else None
+    # A date is no setting: it is refused as text.
+    settings = [f"{key}={json.dumps(value, default=str)}" for key, value in settings_in(stages[names[at]])]
+    keys = {key for each in (*settings, *others) for key, _ in settings_in(dict([parse_override(each)]))}
+    before = names[at - 1] if at > 0 and _LORA not in keys else None
     return ChosenStage(names[at], before, tuple(settings)), [*settings, *others]
 
 
@@ -90,10 +92,8 @@ def _stages_in(tree: Mapping[str, Any], source: str) -> Mapping[str, Mapping[str
     stages = tree.get(_STAGES, {})
     expected = "settings by the name of each stage"
     if not isinstance(stages, Mapping):
-        problem = Problem(
-            _STAGES, type(stages).__name__, expected, "Write NAME: {iterations: 20, ...} lines."
-        )
-        raise ConfigError(source, [problem])
+        remedy = "Write NAME: {iterations: 20, ...} lines."
+        raise ConfigError(source, [Problem(_STAGES, type(stages).__name__, expected, remedy)])
     problems = [
         Problem(f"{_STAGES}.{name}", repr(settings), expected, "Write its keys below its name.")
         for name, settings in stages.items()

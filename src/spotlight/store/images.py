@@ -63,7 +63,7 @@ from spotlight_rewards.base.picture_page import (
 
 log = logging.getLogger("spotlight")
 
-_NO_TILE = (OSError, KeyError, ValueError, ArithmeticError, SyntaxError)
+DAMAGED = (OSError, LookupError, ValueError, ArithmeticError, SyntaxError)
 """What Pillow raises of damaged files, and what others may have written about a picture."""
 
 
@@ -151,7 +151,7 @@ def _read_tile(paths: RunPaths, path: Path) -> Tile:
             shown = tuple(picture_of(reference_path(paths, name)) for name in names)
             member = int(image.info["member"]) if "member" in image.info else None
             return Tile(media, caption, score, fps, shown, member)
-    except _NO_TILE as error:
+    except DAMAGED as error:
         raise StoreError(f"{path}: not a picture of this run ({error!r}). Delete it.") from error
 
 
@@ -199,7 +199,7 @@ def read_tile_note(path: Path) -> TileNote | None:
             rollout = image.info.get("rollout", "")
             about = tuple(image.info.get("references", "").split())
             return TileNote(path, image.info["caption"], float(image.info["score"]), rollout, known, about)
-    except (*_NO_TILE, TypeError, AttributeError, RecursionError):
+    except (*DAMAGED, TypeError, AttributeError, RecursionError):
         return None
 
 

@@ -14,7 +14,7 @@ from typing import Literal
 
 from PIL import Image, ImageSequence
 
-from spotlight.store.images import TileNote, read_tile_note
+from spotlight.store.images import DAMAGED, TileNote, read_tile_note
 from spotlight.store.picture_names import TILES, TRAINING, tiles_of
 from spotlight.store.run_directory import RunPaths
 from spotlight_rewards.base.media_files import open_picture
@@ -76,7 +76,7 @@ def _shown(note: TileNote, folder: str) -> ShownMedia | None:
         caption = f"{told}  {note.caption}"
     try:
         content, kind, size = _reduced_file(note)
-    except (OSError, ValueError, SyntaxError) as error:  # what Pillow raises of damaged files
+    except DAMAGED as error:
         log.warning("%s: not shown to trackers, the file is damaged (%s). Delete it.", note.path, error)
         return None
     return ShownMedia(name, caption, content, kind, size, folder)

@@ -48,7 +48,8 @@ class Supply(FleetPolicy):
         if self.wanted is None:
             return
         present = {machine.node.id: machine for machine in fleet.kind(self.kind)}
-        self._leaving = {name: each for name, each in self._leaving.items() if name in present}
+        told = {name for name, machine in present.items() if machine.returned_s is not None}
+        self._leaving = {name: each for name, each in self._leaving.items() if name in told}
         self._announce_ends(fleet, present, max(0, len(present) - self.wanted))
         ready = [
             name
@@ -78,9 +79,8 @@ class Supply(FleetPolicy):
 
     def _announce(self, fleet: Fleet, machine: FleetMachine) -> None:
         moves = machine.ranks > 0
-        self._leaving[machine.node.id] = _Leaving(
-            fleet.now + (self._move_s if moves else self._drain_s), moves
-        )
+        end_s = fleet.now + (self._move_s if moves else self._drain_s)
+        self._leaving[machine.node.id] = _Leaving(end_s, moves)
         fleet.give_back(machine, fleet.now + (self._move_s if moves else 0.0))
 
     def next_s(self, fleet: Fleet) -> float | None:

@@ -78,12 +78,8 @@ class OnDemand(FleetPolicy):
                 self._taken_s = None
                 self._pause(now)
         elif self._waits_since_s is not None and now >= self._next_take_s(self._waits_since_s):
-            wanted, why, self._taken_s, self._failed = (
-                1,
-                "take: no spot node has room for the learner",
-                now,
-                False,
-            )
+            wanted, why = 1, "take: no spot node has room for the learner"
+            self._taken_s, self._failed = now, False
         else:
             wanted = 0  # the one that was there is lost
         if why:
