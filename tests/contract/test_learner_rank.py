@@ -214,7 +214,6 @@ def one_of_two(number: int, root: Path, pipeline: Path, ports: tuple[int, ...]) 
     for algorithm, port in zip(ALGORITHMS, ports, strict=True):
         config = config_of(root, pipeline, algorithm, algorithm)
         rank = rank_of(config, RankPlace(number, 2))
-        rank.check_storage("the token")
         address = rank.open_rendezvous("127.0.0.1", port) if number == 0 else Address("127.0.0.1", port)
         rank.join(address)
         rank.load_model(prompts_of(config))

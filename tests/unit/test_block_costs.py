@@ -122,11 +122,13 @@ def test_a_block_keeps_its_products_alone_and_repeats_none(model: str, kind: str
     work = Work(512, 2, 64)
     found = {mode: kept(VARIANTS[1], work, mode, model=model, kind=kind) for mode in MODES}
     assert (found["none"], found["elementwise"]) == pytest.approx(KEPT[model, kind], abs=0.3)
-    assert 1 <= found["blocks"] < 1.1, "its input"
+    assert 0.95 < found["blocks"] < 1.1, "its input; of Wan without the text"
     fused = kept(FUSED, work, "none", model=model, kind=kind)
     assert fused < found["elementwise"] + 3.5, "queries, keys and branches before their norms, besides"
+    # Wan's text is of 512 tokens whatever the prompt, and has no gradient: little beside a large video.
+    small = work if model.startswith("Wan-AI/") else WORK
     flops = {
-        mode: block(VARIANTS[1], WORK, gradient=True, model=model, kind=kind, mode=mode).flops
+        mode: block(VARIANTS[1], small, gradient=True, model=model, kind=kind, mode=mode).flops
         for mode in MODES
     }
     assert 1 < flops["elementwise"] / flops["none"] < 1.03, "the halves of adapters that are wide"
