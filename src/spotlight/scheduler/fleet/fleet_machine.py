@@ -1,15 +1,15 @@
-"""Which machines there are, what each does, and which are wanted. Part of the controller.
+"""Which machines there are, what each does, and how many are wanted. Part of the controller.
 
-    a machine joins, is noticed or is lost ─► policies give machines their roles ─► AssignRoles
-                                           └► and say how many of a kind are wanted ─► NodesWanted
+    a machine joins, gets a notice or is lost ─► policies give machines their roles ─► AssignRoles
+                                              └► and say how many of a kind are wanted ─► NodesWanted
 
-A machine is one node to the rest of the controller, or two if the learner has a part of its GPUs:
-``spot-0/learner`` and ``spot-0/rollout``. Drivers report machines; only they know what these are elsewhere.
+To the rest of the controller a machine is one node, or two if the learner has some of its GPUs:
+``spot-0/learner`` and ``spot-0/rollout``. Drivers report machines, not these nodes.
 
 Invariants
     1. The cluster knows exactly the parts of the machines that are there.
-    2. A machine ends for two reasons, the cloud's and the run's own: the earlier end holds, and one that is
-       withdrawn leaves the other.
+    2. A machine may have two ends, the cloud's and the run's own. The earlier one holds; if one is withdrawn,
+       the other remains.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class FleetMachine:
     """A machine that is there.
 
     Attributes:
-        node: all of it, as it joined.
-        parts: what it is to the cluster.
-        taken_s: when the cloud takes it; None: not as far as is known.
-        returned_s: when the run gives it back, likewise.
-        advised: whether the cloud finds it likelier than others to be taken.
+        node: the whole machine, as it joined.
+        parts: the nodes that the cluster knows it as.
+        taken_s: when the cloud takes it; None: no such time is known.
+        returned_s: when the run gives it back; None: the run keeps it.
+        advised: whether the cloud has said that it is likelier than others to be taken.
     """
 
     node: Node
@@ -49,12 +49,12 @@ class FleetMachine:
 
     @property
     def ends_s(self) -> float | None:
-        """When it ends; None: not as far as is known."""
+        """When the machine ends; None: no end is known."""
         return min((at_s for at_s in (self.taken_s, self.returned_s) if at_s is not None), default=None)
 
     @property
     def ranks(self) -> int:
-        """GPUs that train, or will."""
+        """Number of its GPUs that train, or will."""
         return sum(part.gpus for part in self.parts if part.trains)
 
 
@@ -62,17 +62,17 @@ class FleetPolicy:
     """What machines do, and how many are wanted, beside the default: every machine does what it joined for.
 
     A policy is asked after events. It sees the fleet and gives machines roles (:meth:`Fleet.assign`), or says
-    how many of a kind are wanted (``Supply.wanted``). It is as pure as the controller, has a folder of its
-    own under ``scheduler/policies``, and is imported only by runs that use it. Every hook here is the default
-    and changes nothing.
+    how many of a kind are wanted (``Supply.wanted``). Like the controller it does no I/O and reads no clock.
+    It has a folder of its own under ``scheduler/policies``, and only runs that use it import it. The methods
+    of this class change nothing.
 
     Another package adds one with an entry point of the group ``spotlight.fleet_policies``, and a run uses it
     with ``policies.NAME: {keys of its section}``.
 
     Attributes:
-        section: of its keys, in another package's policy.
-        name: of its state in snapshots.
-        watches: it is to be asked after every event, not only after those that :meth:`observe` sees.
+        section: class of its configuration section, if it is another package's policy.
+        name: key of its state in snapshots.
+        watches: whether to ask it after every event, not only after those that :meth:`observe` sees.
     """
 
     section: ClassVar[type[Section]] = Section
@@ -81,21 +81,21 @@ class FleetPolicy:
 
     @classmethod
     def of(cls, plan: Plan, settings: Section | None) -> Sequence[FleetPolicy]:
-        """What a run needs of this: itself, and before or after it others that do what it decides.
+        """The policies that a run needs for this one, in the order in which they are asked.
 
         Args:
-            settings: its section; None for those that are built in, whose keys stand in ``plan``.
+            settings: its configuration section; None for a built-in policy, whose keys are in ``plan``.
         """
         return [cls()]
 
     def observe(self, event: ev.Event, fleet: Fleet) -> None:
-        """See an event of machines, workers or groups, of where the learner is, or of what all this costs."""
+        """Take note of an event: of machines, workers, groups, the learner's place, or costs."""
 
     def place(self, fleet: Fleet) -> None:
-        """Decide."""
+        """Assign roles, or say how many machines are wanted."""
 
     def next_s(self, fleet: Fleet) -> float | None:
-        """When it is to be asked although nothing happens; None: never."""
+        """When to ask it next even if no event arrives; None: never."""
         return None
 
     def roll_back(self, iteration: int) -> None:
@@ -117,8 +117,8 @@ class Fleet:
         policies: asked in this order.
         effects: taken by the controller after each event.
         now: of the event being processed.
-        next_s: when :meth:`place` is next due although nothing happens; None: never.
-        changes: so often a machine came or went, or its end or its parts changed.
+        next_s: when :meth:`place` is next due even if no event arrives; None: never.
+        changes: how often a machine came or went, or changed its end or its parts.
     """
 
     cluster: Cluster
@@ -131,7 +131,7 @@ class Fleet:
     _changed: bool = False
 
     def handle(self, event: ev.MachineEvent) -> None:
-        """A machine comes, goes or is noticed."""
+        """Process an event of a machine that comes, goes, or gets a notice."""
         self.changes += 1
         match event:
             case ev.NodeJoined(node):
@@ -159,7 +159,7 @@ class Fleet:
             policy.observe(event, self)
 
     def place(self) -> None:
-        """Ask the policies, if there is reason to; call it after every event."""
+        """Ask the policies, if an event or the time calls for it. To be called after every event."""
         due = self.next_s is not None and self.next_s <= self.now
         if not (self._changed or due or any(policy.watches for policy in self.policies)):
             return
@@ -181,9 +181,10 @@ class Fleet:
     # -- for policies ----------------------------------------------------------------------------------
 
     def assign(self, machine: FleetMachine, ranks: int, *, ranks_roll_out: bool) -> None:
-        """Give so many GPUs of a machine to the learner; the others roll out.
+        """Give ``ranks`` GPUs of a machine to the learner; the others roll out.
 
-        One that is left with a notice rests: what would begin on it would not be done in time.
+        A machine that the learner leaves because of a notice does nothing more: rollouts that began on it
+        would not be done in time.
         """
         rests = not any(part.trains or part.rolls_out for part in machine.parts)
         if machine.parts and machine.ranks == ranks and (machine.ends_s is not None or not rests):
@@ -194,22 +195,22 @@ class Fleet:
         self._become(machine, parts)
 
     def give_back(self, machine: FleetMachine, at_s: float | None) -> None:
-        """Have a machine end at this time; None: it stays, unless the cloud takes it."""
+        """End a machine at ``at_s``, in controller time; None: keep it, unless the cloud takes it."""
         machine.returned_s, self._changed = at_s, True
         self.changes += 1
         self._announce(machine)
 
     def kind(self, kind: NodeKind) -> list[FleetMachine]:
-        """The machines of a kind, as they joined."""
+        """The machines of a kind, in the order in which they joined."""
         return [machine for machine in self.machines.values() if machine.node.kind is kind]
 
     def is_empty(self, machine: FleetMachine) -> bool:
-        """Whether nothing works any more on a machine that ends."""
+        """Whether no group and no rank works on a machine that ends."""
         hosts = [self.cluster.hosts[part.id] for part in machine.parts]
         return all(host.draining and not host.leaders and not host.node.trains for host in hosts)
 
     def machine_of(self, worker: WorkerId) -> FleetMachine | None:
-        """The machine of a worker."""
+        """The machine that a worker runs on; None: the worker is unknown."""
         known = self.cluster.workers.get(worker)
         parts = ((part, each) for each in self.machines.values() for part in each.parts)
         return next((each for part, each in parts if known is not None and part.id == known.node), None)

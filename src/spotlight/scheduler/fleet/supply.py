@@ -1,7 +1,7 @@
-"""As many nodes of a kind as a policy wants: what is too much is drained before it ends.
+"""Keeps as many nodes of a kind as a policy wants. Surplus nodes are drained before they end.
 
 too few ─► NodesWanted
-too many ─► nodes end as on a notice ─► empty, or too late ─► NodesWanted, which names those that may end
+too many ─► nodes are drained, as on a notice ─► empty, or out of time ─► NodesWanted names them
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from spotlight.scheduler.types import NodeId, NodeKind
 
 @dataclass(frozen=True, slots=True)
 class _Leaving:
-    """A node that is drained, and may end at ``end_s`` at the latest; ``moves``: the learner is on it."""
+    """A node that is drained, until ``end_s`` at the latest; ``moves``: the learner is on it."""
 
     end_s: float
     moves: bool
@@ -26,12 +26,12 @@ class Supply(FleetPolicy):
     """See the module's docstring. Asked after the policy that says how many.
 
     Attributes:
-        wanted: how many; None: nothing is decided yet.
-        provided: how many the provider keeps, or tries to; None: unknown yet.
+        wanted: number of nodes; None: not decided yet.
+        provided: number that the provider keeps, or tries to; None: it has not answered yet.
 
     Args:
-        move_s: that a learner has to move off a node.
-        drain_s: another node that is not empty after this may end nevertheless.
+        move_s: seconds that a learner has to move off a node.
+        drain_s: seconds after which a node without the learner may end even if it is not empty.
     """
 
     name = "supply"
@@ -63,7 +63,7 @@ class Supply(FleetPolicy):
             fleet.effects.append(order)
 
     def _announce_ends(self, fleet: Fleet, present: Mapping[NodeId, FleetMachine], surplus: int) -> None:
-        """Of as many nodes as are too many, and of no more."""
+        """Drain ``surplus`` nodes, and keep the others, with those that were drained for nothing."""
         # Not the learner's, if possible; then what the cloud may take soon; then the newest: their workers
         # have the least to lose.
         stay = [machine for name, machine in present.items() if name not in self._leaving]

@@ -19,8 +19,8 @@ class NextIteration(Policy):
 
     Attributes:
         early: the next iteration's rollouts.
-        samples: of this iteration, begun before it.
-        older: unfinished rollouts of the previously published version, of this iteration or the next.
+        samples: number of this iteration's samples whose rollouts were begun before it.
+        older: unfinished rollouts, of this iteration or the next, by the version before the published one.
     """
 
     def __init__(self, work: Rollouts, settings: Section | None) -> None:
@@ -74,13 +74,13 @@ class NextIteration(Policy):
         self.early.unscored.discard(rollout)
 
     def published(self) -> None:
-        """From now on, only rollouts under way may still be made by the version before."""
+        """A version is published: only rollouts under way may still be made by the one before."""
         self.samples = 0
         self.older = self.early.unscored - self.early.finished
         self.after_event()
 
     def after_event(self) -> None:
-        """Issue rollouts of an older version that nobody makes any more with the published one."""
+        """Issue older rollouts that no worker makes any more again, with the published version."""
         work, early = self.work, self.early
         if not self.older or not work.queue.waiting:
             return

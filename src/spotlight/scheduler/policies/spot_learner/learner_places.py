@@ -25,14 +25,14 @@ class LearnerPlaces:
     """See the module's docstring.
 
     Attributes:
-        ranks: of the learner, if there is room.
-        even: equally many ranks on each node.
-        ranks_min: it starts with so many, a divisor of ``ranks``; 0: with ``ranks`` only.
-        slots: of each node that is there.
-        on_demand: those of them that are used where spot nodes have no room.
-        holding: those whose workers hold the base weights: the learner starts there at once.
-        leaving: those with a preemption notice, or that are to be given back.
-        advised: those that the cloud may take soon: of nodes alike, the learner takes others.
+        ranks: number of the learner's ranks, if there is room.
+        even: whether each node has equally many ranks.
+        ranks_min: fewest ranks to start with, a divisor of ``ranks``; 0: ``ranks`` only.
+        slots: number of slots of each node that is there.
+        on_demand: nodes on demand, used where spot nodes have no room.
+        holding: nodes whose workers hold the base weights: the learner starts there at once.
+        leaving: nodes with a preemption notice, or that are to be given back.
+        advised: nodes that the cloud may take soon: the learner prefers others.
         target: ranks by node where the learner starts next, or runs.
         running: where it runs; empty while it does not.
     """
