@@ -401,6 +401,7 @@ def test_a_trace_is_played(cluster: LocalCluster, listener: RecordingListener) -
         yield TraceEvent(0.0, add, "m1", 1)
         yield TraceEvent(0.0, add, "m2", 2)
         yield TraceEvent(0.0, remove, "m2", 2)
+        listener.wait("joined", "m1")
         # A notice to a node that has joined, but whose addition has not ended yet, would be skipped.
         wait_until(lambda: any(each.fate is Fate.DONE for each in market.record.outcomes))
         yield TraceEvent(0.0, notice, "m1", 1)

@@ -85,7 +85,7 @@ def test_two_ranks_choose_and_train_what_one_does(job: Job) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_on_ray_with_overlap_a_killed_head_goes_on_and_the_best_are_trained(job: Job, ranks: int) -> None:
     run = job.root / f"chosen-ray-{ranks}"
-    overlap = "pipeline={axis: prompt, trainers_generate: true, next_share: 0.5}"
+    overlap = "pipeline={axis: prompt, baseline: group, trainers_generate: true, next_share: 0.5}"
     chooses = ("algorithm.train_samples=4", "algorithm.silent_groups=skip", "learner.micro_batch_size=2")
     arguments = job.arguments(run.name, *OVERLAPPED, overlap, *chooses, f"fleet.learner_ranks={ranks}")
     with running(run, arguments) as it:
