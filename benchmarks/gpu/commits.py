@@ -24,7 +24,6 @@ from spotlight.worker.steps import all_finite
 from spotlight.worker.stored_rollouts import ReportOutbox
 from spotlight_kernels.measure.device_rates import wait
 
-STEPS = 4
 PICTURE_STEPS = 20
 """Denoising steps of a picture, for shares."""
 COMMITTED_STEP = 10

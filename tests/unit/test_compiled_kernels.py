@@ -57,8 +57,10 @@ def _launched_from_a_cpu() -> Iterator[None]:
     on_cpu = torch.library.Library("spotlight_kernels", "IMPL")
     for name, launched in registered.LAUNCHED.items():
         on_cpu.impl(name, launched, "CPU")
-    yield
-    on_cpu._destroy()
+    try:
+        yield
+    finally:
+        on_cpu._destroy()
 
 
 def _run(block: Any) -> None:

@@ -205,7 +205,10 @@ def test_a_data_set_of_the_hub_names_no_file_of_this_machine(
         monkeypatch.setattr(
             prompt_datasets, "_rows", lambda *_, name=column, found=value: [{"prompt": "a", name: found}]
         )
-        rewards = "rewards=[{name: edit-score, params: {reference: source}}, {name: first-frame}]"
+        rewards = (
+            "rewards=[{name: edit-score, params: {reference: source}}, "
+            "{name: first-frame, params: {reference: null}}]"
+        )
         with pytest.raises(ConfigError, match=f"its column '{column}' names the file"):
             read(
                 Path("hf:someone/prompts"), tmp_path, "image" if column == "image" else None, keys=(rewards,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -43,9 +44,14 @@ def test_a_signal_while_nobody_reads_the_output_stops_all_the_same() -> None:
     """A pager that is paused: Python refuses a write within a write."""
     reader, writer = os.pipe()
     requests = list[str]()
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while os.write(writer, b"x" * 4096):
+            pass
+    os.set_blocking(writer, True)
 
     def interrupt_and_read() -> None:
-        time.sleep(0.3)  # the pipe is full
+        time.sleep(0.3)  # until the other thread waits for the pipe
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.3)
         while os.read(reader, 65536):

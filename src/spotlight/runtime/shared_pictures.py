@@ -1,4 +1,4 @@
-"""Pictures of one process's other ranks, which travel as text; all ranks must call these."""
+"""Pictures that are made on one rank and needed on another travel as text; all ranks must call these."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import FrameType
 
 from spotlight.runtime.observer import Observer
@@ -21,11 +21,14 @@ def stopping_gracefully(request_stop: Callable[[], object], observer: Observer) 
         signal.signal(number, signal.default_int_handler)
         request_stop()
         name, again = signal.Signals(number).name, " (Ctrl-C)" * (number == signal.SIGINT)
-        with suppress(RuntimeError):  # the signal came within a write to the same terminal or pipe
+        try:
             observer.note(
                 f"{name}: stopping where the same command can resume exactly; a second {name}{again} stops "
                 f"at once, and loses what is not in a checkpoint{_limit()}"
             )
+        except RuntimeError as error:
+            if "reentrant" not in str(error):  # the signal came within a write to the same terminal or pipe
+                raise
 
     with on_signals((signal.SIGINT, *signals_that_end()), stop):
         yield

@@ -55,7 +55,7 @@ class HunyuanVideoProcessor(HunyuanVideoAttnProcessor2_0):  # type: ignore[misc]
 
 
 class HunyuanVideo15Processor(HunyuanVideoProcessor):
-    """Attention within the tokens that are none of padding, and within those that are."""
+    """Attention within the tokens that are none of padding, which neither attends nor is attended to."""
 
     def __call__(
         self,
@@ -148,4 +148,4 @@ DOUBLE_15 = replace(
     example=_masked_example,
     processors={HunyuanVideo15AttnProcessor2_0: HunyuanVideo15Processor, **DOUBLE.processors},
 )
-"""A mask of keys alone is as good, since nobody reads what padding attends to: hence the other processor."""
+"""HunyuanVideo's processor is known, too: Spotlight's family takes it, and masks keys alone, by a hook."""

@@ -64,8 +64,8 @@ class RewardConfig(StrictSection):
     @property
     def reads_file_of(self) -> str | None:
         """Key of metadata that names a file which it reads, beside ``references``."""
-        if "reference" in self.params:
-            return str(self.params["reference"])
+        if field := self.params.get("reference"):
+            return str(field)
         return "reference" if self.name in ("edit-score", "first-frame") else None
 
     @property

@@ -101,7 +101,7 @@ class HunyuanVideo15(ModelFamily):
         return {}
 
     def adapt(self, transformer: nn.Module) -> None:
-        """Mask keys alone: what padding attends to, no token reads."""
+        """Mask keys alone: what padding attends to, no token reads. Once for a transformer."""
         blocks: Any = transformer.get_submodule("transformer_blocks")
         for block in blocks:
             block.attn.set_processor(HunyuanVideoAttnProcessor2_0())

@@ -303,7 +303,7 @@ def _about_gpus(rows: Sequence[Mapping[str, float | None]]) -> Iterator[RunFindi
             "rollouts_wait",
             ROLLOUT_MFU,
             "Rollouts",
-            "Denoise more pictures at once (rollout.batch_size), or set model.cuda_graphs=true",
+            "Denoise more pictures at once (rollout.batch_size), or set model.cuda_graphs=true where it is allowed",
         ),
         (
             "training_waits",
@@ -313,11 +313,11 @@ def _about_gpus(rows: Sequence[Mapping[str, float | None]]) -> Iterator[RunFindi
         ),
     ):
         newest = _known(rows[-_MEAN_OF:], curve)
-        if newest and max(newest) < MFU_MIN:
+        if len(newest) == _MEAN_OF and max(newest) < MFU_MIN:
             yield RunFinding(
                 name,
-                f"{what} use {max(newest):.0%} of the GPU's peak (MFU); expected at least {MFU_MIN:.0%}: it "
-                "waits for the host, or its batches are too small.",
+                f"{what} use {max(newest):.0%} of the GPU's peak (MFU); expected at least {MFU_MIN:.0%}: the "
+                "GPU waits for the host, or batches are too small.",
                 f"{remedy}; `spotlight doctor --gpu` says what this card reaches.",
             )
 
