@@ -303,7 +303,7 @@ def _about_gpus(rows: Sequence[Mapping[str, float | None]]) -> Iterator[RunFindi
             "rollouts_wait",
             ROLLOUT_MFU,
             "Rollouts",
-            "Denoise more pictures at once (rollout.batch_size), or set model.cuda_graphs=true where it is allowed",
+            "Denoise more pictures at once (rollout.batch_size), or set model.cuda_graphs=true if it may",
         ),
         (
             "training_waits",
