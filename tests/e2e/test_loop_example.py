@@ -41,7 +41,7 @@ def test_the_loop_has_the_curve_of_the_commands_run(job: Job, loop: Any, algorit
     ("override", "named"),
     [
         ("exploration={}", "exploration"),
-        ("learner.update_split=shuffled", "learner.update_split"),
+        ("learner={update_split: shuffled, updates_per_batch: 2}", "learner.update_split"),
         ("algorithm.train_samples=2", "algorithm.train_samples"),
         ("algorithm.silent_groups=skip", "algorithm.silent_groups"),
         ("algorithm={name: refl}", "algorithm.name"),
