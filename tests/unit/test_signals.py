@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -40,35 +41,47 @@ def test_only_the_same_signal_again_stops_at_once(number: signal.Signals) -> Non
     assert len(progress.notes) == len(requests) == 1 + len(others)
 
 
+class Paused(io.FileIO):
+    """The writing end of a full pipe, which says when somebody waits in it."""
+
+    def __init__(self, end: int) -> None:
+        super().__init__(end, "w")
+        self.entered = threading.Event()
+        os.set_blocking(end, False)
+        with contextlib.suppress(BlockingIOError):
+            while os.write(end, b"x" * 4096):
+                pass
+        os.set_blocking(end, True)
+
+    def write(self, data: Any) -> int | None:
+        self.entered.set()
+        return super().write(data)
+
+
 def test_a_signal_while_nobody_reads_the_output_stops_all_the_same() -> None:
     """A pager that is paused: Python refuses a write within a write."""
     reader, writer = os.pipe()
-    requests = list[str]()
-    os.set_blocking(writer, False)
-    with contextlib.suppress(BlockingIOError):
-        while os.write(writer, b"x" * 4096):
-            pass
-    os.set_blocking(writer, True)
+    paused, asked = Paused(writer), threading.Event()
 
     def interrupt_and_read() -> None:
-        time.sleep(0.3)  # until the other thread waits for the pipe
+        paused.entered.wait()
         os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.3)
+        asked.wait()
         while os.read(reader, 65536):
             pass
         os.close(reader)
 
     reading = threading.Thread(target=interrupt_and_read)
     with (
-        os.fdopen(writer, "w", encoding="utf-8") as pipe,
+        io.TextIOWrapper(io.BufferedWriter(paused), encoding="utf-8") as pipe,
         PlainProgress(Facts(1, 1.0), Console(file=pipe)) as progress,
-        stopping_gracefully(lambda: requests.append("stop"), progress),
+        stopping_gracefully(asked.set, progress),
     ):
         reading.start()
-        while not requests:
+        while not asked.is_set():
             progress.say("x" * 200)
     reading.join()
-    assert requests == ["stop"]
+    assert asked.is_set()
 
 
 def test_under_torchrun_the_note_names_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
