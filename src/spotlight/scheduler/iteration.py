@@ -12,10 +12,10 @@ from pydantic import TypeAdapter
 
 from spotlight.scheduler.plan import Plan
 from spotlight.scheduler.policy import GroupPlan, Policy
-from spotlight.scheduler.saved_state import read_state
 from spotlight.scheduler.seeds import derive_seed
 from spotlight.scheduler.types import Maker, PolicyVersion, Purpose, Rollout, RolloutId, Scores
 from spotlight_rewards.base.prompts import Prompt, PromptId
+from spotlight_rewards.base.typed_json import typed
 
 
 def train_rollouts(
@@ -220,7 +220,7 @@ class Snapshot:
         """Inverse of :meth:`to_dict`. Raises ValueError for anything else."""
         if isinstance(tree, Mapping) and "exploration" in tree:  # as older versions wrote it
             tree = {**tree, "policies": {"exploration": tree["exploration"]}}
-        return read_state(_SNAPSHOT, tree, "controller")
+        return typed(_SNAPSHOT, tree, "controller")
 
 
 _SNAPSHOT = TypeAdapter(Snapshot)

@@ -33,9 +33,9 @@ from spotlight.scheduler.records import (
     StepApplied,
     VersionPublished,
 )
-from spotlight.scheduler.saved_state import read_state
 from spotlight.scheduler.types import DropReason, Maker, Phase, PolicyVersion, Purpose, Rollout, RolloutId
 from spotlight_rewards.base.prompts import Prompt, PromptId
+from spotlight_rewards.base.typed_json import typed
 
 
 class AccountingError(RuntimeError):
@@ -212,7 +212,7 @@ class Ledger:
     @classmethod
     def restore(cls, snapshot: Mapping[str, object]) -> Ledger:
         """The ledger that made ``snapshot``. GPU-seconds restart at 0: the durable ledger has them."""
-        saved = read_state(_SAVED, snapshot, "ledger")
+        saved = typed(_SAVED, snapshot, "ledger")
         return cls(
             position=saved.position,
             issued=saved.issued,
@@ -259,7 +259,7 @@ class Ledger:
 
 
 @dataclass(frozen=True, slots=True)
-class _Saved:
+class _SavedCounts:
     position: int
     issued: Counter[Purpose]
     finished: Counter[Purpose]
@@ -274,4 +274,4 @@ class _Saved:
     """Absent in older checkpoints."""
 
 
-_SAVED = TypeAdapter(_Saved)
+_SAVED = TypeAdapter(_SavedCounts)

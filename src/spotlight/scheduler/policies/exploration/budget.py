@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from spotlight.config.sections.exploration import PreviewCostsConfig
 from spotlight.scheduler.policies.exploration.bandit import Arm
 from spotlight.scheduler.policies.exploration.decayed_mean import DecayedMean
-from spotlight.scheduler.saved_state import section
+from spotlight_rewards.base.typed_json import section
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pydantic import FiniteFloat, TypeAdapter
 
-from spotlight.scheduler.saved_state import read_state
+from spotlight_rewards.base.typed_json import typed
 
 _FORGOTTEN = 1e-6
 """Evidence below this weight is reset to none."""
@@ -63,7 +63,7 @@ class DecayedMean:
     @classmethod
     def read(cls, state: Mapping[str, object], key: str) -> DecayedMean:
         """Inverse of :meth:`to_list`, under a key. Raises ValueError for anything else."""
-        return cls(*read_state(_SUMS, state.get(key), key))
+        return cls(*typed(_SUMS, state.get(key), key))
 
 
 _SUMS = TypeAdapter(tuple[FiniteFloat, FiniteFloat, FiniteFloat])

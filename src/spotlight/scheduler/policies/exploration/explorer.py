@@ -31,10 +31,10 @@ from spotlight.scheduler.policies.exploration.planner import (
 from spotlight.scheduler.policies.exploration.window import Choice, ExploredGroup, Window, choose, flat
 from spotlight.scheduler.policy import Policy
 from spotlight.scheduler.records import REWARD
-from spotlight.scheduler.saved_state import read_state, section
 from spotlight.scheduler.seeds import spares_of_iteration
 from spotlight.scheduler.types import PolicyVersion
 from spotlight_rewards.base.prompts import Prompt
+from spotlight_rewards.base.typed_json import section, typed
 
 _GROUPS: TypeAdapter[Mapping[int, ExploredGroup]] = TypeAdapter(Mapping[int, ExploredGroup])
 
@@ -251,7 +251,7 @@ class Explorer:
             return
         if self.planner is not None:
             self.planner.load(section(state, "policy"))
-        self.groups = read_state(_GROUPS, state.get("groups"), "groups")
+        self.groups = typed(_GROUPS, state.get("groups"), "groups")
         if all(map(self._fits, self.groups, self.groups.values())):
             self.report = dict(section(state, "report"))
         else:  # the run's course was changed: the next iteration's seeds are random ones

@@ -18,7 +18,7 @@ from spotlight.scheduler.policies.exploration.bandit import Arm, ArmEstimate, Di
 from spotlight.scheduler.policies.exploration.budget import Capacity, Forecast, IterationSeconds, WindowSeen
 from spotlight.scheduler.policies.exploration.contrast import Contrast
 from spotlight.scheduler.policies.exploration.decayed_mean import DecayedMean
-from spotlight.scheduler.saved_state import section
+from spotlight_rewards.base.typed_json import section
 
 _NO_CONTRAST = 1e-12
 """Gains are not divided by a random contrast below this."""

@@ -22,18 +22,18 @@ from spotlight.scheduler.plan import Plan
 from spotlight.scheduler.policies.target.choose_nodes import NodesChooser, Rest, TargetDecision
 from spotlight.scheduler.policies.target.iteration_model import MeasuredIteration
 from spotlight.scheduler.policies.target.pace_meter import PaceMeter
-from spotlight.scheduler.saved_state import read_state
 from spotlight.scheduler.types import NodeKind
+from spotlight_rewards.base.typed_json import typed
 
 
 @dataclass(frozen=True, slots=True)
-class _Saved:
+class _SavedPace:
     wanted: int | None
     done: int
     measured: Sequence[tuple[PositiveFloat, FiniteFloat, FiniteFloat, FiniteFloat, int | None]]
 
 
-_SAVED = TypeAdapter(_Saved)
+_SAVED = TypeAdapter(_SavedPace)
 
 
 class HoldTarget(FleetPolicy):
@@ -162,7 +162,7 @@ class HoldTarget(FleetPolicy):
 
     def restore(self, state: Mapping[str, object]) -> None:
         """See :class:`FleetPolicy`."""
-        saved = read_state(_SAVED, state, self.name)
+        saved = typed(_SAVED, state, self.name)
         self._recalled, self._done = saved.wanted, saved.done
         self.meter.recall(MeasuredIteration(*each) for each in saved.measured)
 

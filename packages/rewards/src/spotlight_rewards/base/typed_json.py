@@ -1,4 +1,4 @@
-"""Reads a checkpoint's JSON into types; what does not fit is refused by its key."""
+"""Reads parsed JSON into types; what does not fit is refused by its key."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ T = TypeVar("T")
 _SECTION: TypeAdapter[Mapping[str, object]] = TypeAdapter(Mapping[str, object])
 
 
-def read_state(kind: TypeAdapter[T], value: object, name: str) -> T:
-    """``value`` as ``kind``. Raises ValueError with its first wrong key, what is due and what is there."""
+def typed(kind: TypeAdapter[T], value: object, name: str) -> T:
+    """``value`` as ``kind``. Raises ValueError with its first wrong key, what is expected and what is found.
+
+    Args:
+        name: of ``value``, before its keys.
+    """
     try:
         return kind.validate_python(value)
     except ValidationError as error:
@@ -22,5 +26,5 @@ def read_state(kind: TypeAdapter[T], value: object, name: str) -> T:
 
 
 def section(state: Mapping[str, object], key: str) -> Mapping[str, object]:
-    """A mapping within a state. Raises ValueError if it is not one."""
-    return read_state(_SECTION, state.get(key), key)
+    """A mapping within another. Raises ValueError if it is not one."""
+    return typed(_SECTION, state.get(key), key)
