@@ -254,11 +254,10 @@ def adapter_parameters(layers: Mapping[str, LoraLayer], adapter: str) -> dict[st
 
 def activate(layers: Mapping[str, LoraLayer], adapter: str | None) -> None:
     """Select the adapter that runs (None: the base alone), leaving ``requires_grad`` untouched."""
-    chosen: dict[str, Any] = {"_disable_adapters": adapter is None}
-    if adapter is not None:
-        chosen["_active_adapter"] = [adapter]
+    active = {} if adapter is None else {"_active_adapter": [adapter]}
     for layer in layers.values():
-        vars(layer).update(chosen)  # nn.Module.__setattr__ takes ten times as long, at every forward
+        # nn.Module.__setattr__ takes ten times as long, at every forward.
+        vars(layer).update(active, _disable_adapters=adapter is None)
 
 
 @contextmanager
