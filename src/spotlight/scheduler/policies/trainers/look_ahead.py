@@ -81,10 +81,7 @@ class Timeline:
         left = self.waiting - taken
         if left and self.others is None:
             return math.inf
-        turns = self.generating or taken > 0
-        enter_s = self.enter_s if taken and not self.generating else 0.0
-        leave_s = self.leave_s if turns else 0.0
-        free_s = enter_s + taken * self.generate_s
+        free_s, leave_s = self._trains_again_s(taken)
         arrivals = [0.0] * (self.ready + taken) + [*self.coming]
         arrivals += self.others.arrivals(left) if self.others is not None else []
         if self.whole:
@@ -93,6 +90,18 @@ class Timeline:
         for ready_s in sorted(arrivals):
             now_s = max(now_s, ready_s) + self.train_s
         return now_s
+
+
+    def at_least_s(self, taken: int) -> float:
+        """What :meth:`finish_s` is at least, for more units, too: the trainers wait for nothing."""
+        units = self.ready + self.waiting + len(self.coming) + (self.others is not None and self.others.busy)
+        return sum(self._trains_again_s(taken)) + units * self.train_s
+
+    def _trains_again_s(self, taken: int) -> tuple[float, float]:
+        """When trainers have generated ``taken`` units, and how long they then take to switch back."""
+        turns = self.generating or taken > 0
+        enter_s = self.enter_s if taken and not self.generating else 0.0
+        return enter_s + taken * self.generate_s, self.leave_s if turns else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +127,8 @@ def find_budget(timeline: Timeline, *, gain_min_s: float = 0.0) -> RolloutBudget
     without_s = best_s = timeline.finish_s(0)
     units = 0
     for taken in range(1, timeline.waiting + 1):
+        if timeline.at_least_s(taken) >= best_s:
+            break
         end_s = timeline.finish_s(taken)
         if end_s < best_s * (1 - _ROUNDING):
             best_s, units = end_s, taken
