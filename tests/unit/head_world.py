@@ -105,7 +105,7 @@ class FakeBlobStore:
         return Method(call)
 
     def deliver_now(self, event: ev.Event | RolloutSpeed, mark: str = "") -> None:
-        self.mailbox.append(Delivered(event, mark, SPOT.id))
+        self.mailbox.append(Delivered(event, mark))
         if self.asked is not None:
             asked, self.asked = self.asked, None
             taken, self.mailbox = self.mailbox, []
