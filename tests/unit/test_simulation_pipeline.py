@@ -271,9 +271,7 @@ def test_fast_and_slow_gpus_share_the_rollouts_by_pulling() -> None:
     file = load_scenario("mixed-512", ["trace={kind: always_on}", "run.iterations=2", "run.noise=0"])
     prepared = prepare(file, ("spot_rollout_only",), NOW)
     scenario = scenario_of(prepared, strategy_named("spot_rollout_only"), timelines=True)
-    types = {
-        event.node.id: event.node.gpu_type for _, event in scenario.nodes if isinstance(event, NodeJoined)
-    }
+    types = {node.id: node.gpu_type for node in nodes(scenario)}
     result = simulate(scenario)
     second = result.iterations[1]
     worked = {"H100": 0.0, "L40S": 0.0}
