@@ -140,5 +140,5 @@ def test_what_no_planner_can_use_is_refused() -> None:
         DiscountedUCB(ARMS).learn(ARMS[0], math.nan)
     with pytest.raises(ValueError, match="32x6"):
         Arm.parse("many")
-    with pytest.raises(ValueError, match="three finite"):
-        DecayedMean.from_list([1, 2])
+    with pytest.raises(ValueError, match=r"unit\.2: Field required"):
+        DecayedMean.read({"unit": [1, 2]}, "unit")

@@ -65,5 +65,5 @@ def test_a_checkpoint_of_an_older_version_has_the_state_of_exploration() -> None
     older["exploration"] = tree["policies"]["exploration"]
     assert Snapshot.from_dict(older) == Snapshot.from_dict(tree)
     Controller.restore(USED["exploration"], PROMPTS, [], older)
-    with pytest.raises(ValueError, match="not a controller snapshot"):
+    with pytest.raises(ValueError, match=r"controller\.policies\.exploration: .*dictionary, found 3"):
         Snapshot.from_dict(older | {"policies": 3, "exploration": 3})

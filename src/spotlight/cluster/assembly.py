@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import secrets
 import shutil
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -36,7 +35,7 @@ from spotlight.rollout.sequence_parallel.rendezvous import Address
 from spotlight.runtime.assembly import components as build
 from spotlight.runtime.attempt import Attempt
 from spotlight.runtime.observer import Observer
-from spotlight.runtime.recorder import CONTROLLER_FILE
+from spotlight.runtime.recorder import restored_controller
 from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.types import NodeId, NodeKind
 from spotlight.store.run_directory import RunDirectory
@@ -166,8 +165,7 @@ def _controller(materials: Materials, room: AttemptRoom) -> Controller:
         plan = dataclasses.replace(plan, fleet=dataclasses.replace(plan.fleet, reserved=planned))
     if attempt.newest is None:
         return Controller(plan, prompts.train, prompts.test, attempt.number)
-    snapshot = json.loads((attempt.newest.directory / CONTROLLER_FILE).read_text(encoding="utf-8"))
-    return Controller.restore(plan, prompts.train, prompts.test, snapshot, attempt.number)
+    return restored_controller(attempt.newest.directory, plan, prompts, attempt.number)
 
 
 def _workers(

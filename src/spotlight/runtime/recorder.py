@@ -16,9 +16,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from spotlight.data.datasets import Prompts
 from spotlight.runtime.validation import Validation, summarise
 from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.effects import CommitCheckpoint, GrantLease, ReportEvaluation, ReportPipeline
+from spotlight.scheduler.plan import Plan
 from spotlight.scheduler.records import REWARD, Record
 from spotlight.scheduler.types import Phase, Rollout, RolloutId, WorkerId
 from spotlight.store.checkpoints import CheckpointStore
@@ -29,6 +31,7 @@ from spotlight.store.metrics import VALIDATION, MetricsRow, MetricsWriter, best_
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.training_pictures import TrainingPictures, best_and_worst, training_tile
 from spotlight.training.learner import Learner
+from spotlight.training.learner_state import StateError
 from spotlight.training.sharding import Ranks
 from spotlight_rewards.base.file_errors import StoreError
 from spotlight_rewards.base.picture_page import picture_of
@@ -298,3 +301,20 @@ def shown(rollouts: Sequence[Rollout], prompts: int, images: int) -> list[Rollou
     count = min(prompts, len(met))
     chosen = {met[index * len(met) // count] for index in range(count)}
     return [rollout for rollout in rollouts if rollout.prompt_id in chosen and rollout.member < images]
+
+
+def restored_controller(checkpoint: Path, plan: Plan, prompts: Prompts, term: int = 0) -> Controller:
+    """The controller that a checkpoint's directory holds; see :meth:`Controller.restore`.
+
+    Raises:
+        StateError: the file is missing, damaged or of another version.
+    """
+    path = checkpoint / CONTROLLER_FILE
+    try:
+        snapshot = json.loads(path.read_text(encoding="utf-8"))
+        return Controller.restore(plan, prompts.train, prompts.test, snapshot, term)
+    except (OSError, ValueError, RecursionError) as error:
+        raise StateError(
+            f"{path} cannot be read ({error}): it is damaged, or of another version. Use the version that "
+            "made it (package_version in the checkpoint's manifest.json), or start a run of another name."
+        ) from error

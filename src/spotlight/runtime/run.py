@@ -8,7 +8,6 @@ configuration resumes at its newest intact checkpoint.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -32,7 +31,7 @@ from spotlight.runtime.main_turn import MainTurn
 from spotlight.runtime.observer import Observer
 from spotlight.runtime.preflight import finished_note, finished_summary, require_disk, require_startable
 from spotlight.runtime.process import explain_out_of_memory, prepare_process
-from spotlight.runtime.recorder import CONTROLLER_FILE, LEARNER_FOLDER, Recorder, RunRecorder
+from spotlight.runtime.recorder import LEARNER_FOLDER, Recorder, RunRecorder, restored_controller
 from spotlight.runtime.resuming.course import Resuming
 from spotlight.runtime.signals import stopping_gracefully
 from spotlight.scheduler.controller import Controller
@@ -229,5 +228,4 @@ def _resume(materials: _Materials, newest: Checkpoint | None) -> Controller:
     if not where:
         return Controller(plan, materials.prompts.train, materials.prompts.test)
     materials.learning.learner.load(Path(where) / LEARNER_FOLDER)
-    snapshot = json.loads((Path(where) / CONTROLLER_FILE).read_text(encoding="utf-8"))
-    return Controller.restore(plan, materials.prompts.train, materials.prompts.test, snapshot)
+    return restored_controller(Path(where), plan, materials.prompts)

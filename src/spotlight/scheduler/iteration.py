@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from pydantic import TypeAdapter
+
 from spotlight.scheduler.plan import Plan
 from spotlight.scheduler.policy import GroupPlan, Policy
 from spotlight.scheduler.seeds import derive_seed
 from spotlight.scheduler.types import Maker, PolicyVersion, Purpose, Rollout, RolloutId, Scores
 from spotlight_rewards.base.prompts import Prompt, PromptId
+from spotlight_rewards.base.typed_json import typed
 
 
 def train_rollouts(
@@ -198,7 +201,7 @@ class Snapshot:
     version: PolicyVersion
     leases_granted: int
     ledger: Mapping[str, object]
-    policies: Mapping[str, Mapping[str, object]]
+    policies: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, object]:
         """JSON-able, for :meth:`from_dict`."""
@@ -213,20 +216,11 @@ class Snapshot:
         return tree
 
     @classmethod
-    def from_dict(cls, tree: Mapping[str, object]) -> Snapshot:
+    def from_dict(cls, tree: object) -> Snapshot:
         """Inverse of :meth:`to_dict`. Raises ValueError for anything else."""
-        iteration, version = tree.get("iteration"), tree.get("version")
-        leases, ledger = tree.get("leases_granted"), tree.get("ledger")
-        policies = tree.get("policies", {})
-        if "exploration" in tree:  # as older versions wrote it
-            policies = {"exploration": tree["exploration"]}
-        if not (
-            isinstance(iteration, int)
-            and isinstance(version, int)
-            and isinstance(leases, int)
-            and isinstance(ledger, Mapping)
-            and isinstance(policies, Mapping)
-            and all(isinstance(state, Mapping) for state in policies.values())
-        ):
-            raise ValueError(f"not a controller snapshot: {sorted(tree)}")
-        return cls(iteration, PolicyVersion(version), leases, ledger, policies)
+        if isinstance(tree, Mapping) and "exploration" in tree:  # as older versions wrote it
+            tree = {**tree, "policies": {"exploration": tree["exploration"]}}
+        return typed(_SNAPSHOT, tree, "controller")
+
+
+_SNAPSHOT = TypeAdapter(Snapshot)

@@ -16,7 +16,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TypeVar
+
+from pydantic import TypeAdapter
 
 from spotlight.scheduler.records import (
     CommitRejected,
@@ -34,8 +35,7 @@ from spotlight.scheduler.records import (
 )
 from spotlight.scheduler.types import DropReason, Maker, Phase, PolicyVersion, Purpose, Rollout, RolloutId
 from spotlight_rewards.base.prompts import Prompt, PromptId
-
-_T = TypeVar("_T")
+from spotlight_rewards.base.typed_json import typed
 
 
 class AccountingError(RuntimeError):
@@ -212,24 +212,19 @@ class Ledger:
     @classmethod
     def restore(cls, snapshot: Mapping[str, object]) -> Ledger:
         """The ledger that made ``snapshot``. GPU-seconds restart at 0: the durable ledger has them."""
-
-        def counts(key: str) -> Mapping[str, int]:
-            found = _entry(snapshot, key, dict)
-            return {name: _entry(found, name, int) for name in found}
-
+        saved = typed(_SAVED, snapshot, "ledger")
         return cls(
-            position=_entry(snapshot, "position", int),
-            issued=Counter({Purpose(k): v for k, v in counts("issued").items()}),
-            finished=Counter({Purpose(k): v for k, v in counts("finished").items()}),
-            trained=_entry(snapshot, "trained", int),
-            evaluated=_entry(snapshot, "evaluated", int),
-            explored=_entry(snapshot, "explored", int),
-            # Absent in older checkpoints.
-            replaced_prompts=_entry({"replaced_prompts": 0, **snapshot}, "replaced_prompts", int),
-            dropped=Counter({DropReason(k): v for k, v in counts("dropped").items()}),
-            dropped_purpose=Counter({Purpose(k): v for k, v in counts("dropped_purpose").items()}),
-            rejected=Counter(counts("rejected")),
-            _prompts={PromptId(str(prompt)) for prompt in _entry(snapshot, "prompts", list)},
+            position=saved.position,
+            issued=saved.issued,
+            finished=saved.finished,
+            trained=saved.trained,
+            evaluated=saved.evaluated,
+            explored=saved.explored,
+            replaced_prompts=saved.replaced_prompts,
+            dropped=saved.dropped,
+            dropped_purpose=saved.dropped_purpose,
+            rejected=saved.rejected,
+            _prompts=saved.prompts,
         )
 
     # -- inside ----------------------------------------------------------------------------------------
@@ -263,8 +258,20 @@ class Ledger:
         self._written.append((self.position, record))
 
 
-def _entry(snapshot: Mapping[str, object], key: str, kind: type[_T]) -> _T:
-    value = snapshot[key]
-    if not isinstance(value, kind):
-        raise AccountingError(f"snapshot[{key!r}] is {value!r}, expected {kind.__name__}")
-    return value
+@dataclass(frozen=True, slots=True)
+class _SavedCounts:
+    position: int
+    issued: Counter[Purpose]
+    finished: Counter[Purpose]
+    trained: int
+    evaluated: int
+    explored: int
+    dropped: Counter[DropReason]
+    dropped_purpose: Counter[Purpose]
+    rejected: Counter[str]
+    prompts: set[PromptId]
+    replaced_prompts: int = 0
+    """Absent in older checkpoints."""
+
+
+_SAVED = TypeAdapter(_SavedCounts)

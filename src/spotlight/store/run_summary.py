@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from spotlight.scheduler.types import DropReason, Phase
 from spotlight.store.metrics import FinalTable
 from spotlight_rewards.base.file_errors import StoreError, storage_errors
 from spotlight_rewards.base.files import write_atomically
+from spotlight_rewards.base.typed_json import typed
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,22 +109,14 @@ def read_summary(path: Path) -> RunSummary:
         fields = json.loads(path.read_bytes())
         if "iterations" not in fields:  # an older summary: every run ended with an evaluation
             fields["iterations"] = fields["validation"][-1]["iteration"]
-        return _SUMMARY.validate_python(fields)
+        return typed(_SUMMARY, fields, "summary")
     except FileNotFoundError as error:
         raise StoreError(f"{path}: no summary here; the run has not come to its end yet.") from error
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise StoreError(
-            f"{path}: not a summary of a run ({_said(error)}). Restore it from a copy, or delete it: "
-            "`spotlight train` then writes it again from the last checkpoint."
+            f"{path}: not a summary of a run ({type(error).__name__}: {error}). Restore it from a copy, "
+            "or delete it: `spotlight train` then writes it again from the last checkpoint."
         ) from error
 
 
 _SUMMARY = TypeAdapter(RunSummary)
-
-
-def _said(error: Exception) -> str:
-    """In one line; of several wrong fields the first."""
-    if not isinstance(error, ValidationError):
-        return repr(error)
-    first = error.errors(include_url=False, include_input=False)[0]
-    return f"{'.'.join(map(str, first['loc'])) or 'all of it'}: {first['msg']}"

@@ -52,7 +52,7 @@ _UNREADABLE = (
 
 
 class StateError(UserError, RuntimeError):
-    """A saved learner state is unusable; names the file, the problem and the remedy."""
+    """A saved state is unusable; names the file, the problem and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)

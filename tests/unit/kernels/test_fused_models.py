@@ -16,9 +16,6 @@ from spotlight_files.model_errors import ModelError
 from spotlight_kernels import fuse as fusing
 from spotlight_kernels import registered
 
-ROUNDING = {"krea-2": 4e-5}
-"""Where the last bits of the inputs alone move gradients by more: of the text's fusion by up to 3e-5."""
-
 
 @pytest.mark.parametrize(
     "name",
@@ -40,7 +37,8 @@ def test_a_model_computes_fused_what_it_does_otherwise(
     model.enable_gradient_checkpointing()
     found = predicting.gradients()
     assert len(found) == len(wanted), "what has no gradient has none fused, either"
-    assert max(map(far, found, wanted)) < ROUNDING.get(name, 1e-5)
+    # Krea 2's own operators are up to 1.2e-5 from float64 in a text layer's queries, fused ones 6e-6.
+    assert max(map(far, found, wanted)) < (2e-5 if name == "krea-2" else 1e-5)
     assert not torch.equal(found[0], wanted[0]), "other operators ran"
     with torch.no_grad():
         assert torch.equal(predicting(), found[0])

@@ -127,7 +127,7 @@ class DiscountedUCB:
 
     def load(self, state: Mapping[str, object]) -> None:
         """Restore a snapshot; arms no longer on the grid are dropped."""
-        known = {Arm.parse(name): DecayedMean.from_list(value) for name, value in state.items()}
+        known = {Arm.parse(name): DecayedMean.read(state, name) for name in state}
         self._memory = {arm: known.get(arm, DecayedMean()) for arm in self.arms}
 
     def _estimate(self, arm: Arm, plays: float, scale: float) -> ArmEstimate:

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 from spotlight.config.sections.exploration import PreviewCostsConfig
 from spotlight.scheduler.policies.exploration.bandit import Arm
-from spotlight.scheduler.policies.exploration.decayed_mean import DecayedMean, section
+from spotlight.scheduler.policies.exploration.decayed_mean import DecayedMean
+from spotlight_rewards.base.typed_json import section
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +108,8 @@ class Forecast:
 
     def load(self, state: Mapping[str, object]) -> None:
         """Restore a snapshot."""
-        self._window_s = DecayedMean.from_list(state.get("window_s"))
-        self._yield = DecayedMean.from_list(state.get("yield"))
+        self._window_s = DecayedMean.read(state, "window_s")
+        self._yield = DecayedMean.read(state, "yield")
 
 
 _REST = {True: "kept", False: "made"}
@@ -174,8 +175,8 @@ class IterationSeconds:
     def load(self, state: Mapping[str, object]) -> None:
         """Restore a snapshot; empty: nothing measured."""
         windows, rest = (section(state, name) if state else {} for name in ("windows", "rest"))
-        self._windows = {Arm.parse(name): DecayedMean.from_list(value) for name, value in windows.items()}
-        self._rest = {kept: DecayedMean.from_list(rest[name]) for kept, name in _REST.items() if name in rest}
+        self._windows = {Arm.parse(name): DecayedMean.read(windows, name) for name in windows}
+        self._rest = {kept: DecayedMean.read(rest, name) for kept, name in _REST.items() if name in rest}
 
     def _kept(self, arm: Arm | None) -> bool:
         return self.keeps and arm is not None and arm.steps == self.rollout_steps

@@ -6,6 +6,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from pydantic import FiniteFloat, TypeAdapter
+
+from spotlight_rewards.base.typed_json import typed
+
 _FORGOTTEN = 1e-6
 """Evidence below this weight is reset to none."""
 
@@ -53,24 +57,13 @@ class DecayedMean:
         return math.sqrt(max(0.0, self.squares / self.weight - mean * mean))
 
     def to_list(self) -> list[float]:
-        """JSON-able, for :meth:`from_list`."""
+        """JSON-able, for :meth:`read`."""
         return [self.weight, self.total, self.squares]
 
     @classmethod
-    def from_list(cls, value: object) -> DecayedMean:
-        """Inverse of :meth:`to_list`. Raises ValueError for anything else."""
-        if not (
-            isinstance(value, list)
-            and len(value) == 3
-            and all(isinstance(part, int | float) and math.isfinite(part) for part in value)
-        ):
-            raise ValueError(f"{value!r} is no discounted sum; expected three finite numbers")
-        return cls(*(float(part) for part in value))
+    def read(cls, state: Mapping[str, object], key: str) -> DecayedMean:
+        """Inverse of :meth:`to_list`, under a key. Raises ValueError for anything else."""
+        return cls(*typed(_SUMS, state.get(key), key))
 
 
-def section(state: Mapping[str, object], key: str) -> Mapping[str, object]:
-    """A mapping within a snapshot. Raises ValueError if it is not one."""
-    value = state.get(key)
-    if not isinstance(value, Mapping):
-        raise ValueError(f"planner snapshot[{key!r}] is {value!r}, expected a mapping")
-    return value
+_SUMS = TypeAdapter(tuple[FiniteFloat, FiniteFloat, FiniteFloat])

@@ -10,7 +10,10 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import asdict
 from typing import cast
+
+from pydantic import TypeAdapter
 
 from spotlight.config.sections.exploration import ExplorationConfig
 from spotlight.scheduler.iteration import Work
@@ -18,7 +21,6 @@ from spotlight.scheduler.plan import Plan
 from spotlight.scheduler.policies.exploration.bandit import Arm, DiscountedUCB, arm_grid
 from spotlight.scheduler.policies.exploration.budget import Forecast, IterationSeconds, WindowSeen
 from spotlight.scheduler.policies.exploration.contrast import contrast
-from spotlight.scheduler.policies.exploration.decayed_mean import section
 from spotlight.scheduler.policies.exploration.fidelity import fidelity
 from spotlight.scheduler.policies.exploration.planner import (
     ArmOutcome,
@@ -32,6 +34,9 @@ from spotlight.scheduler.records import REWARD
 from spotlight.scheduler.seeds import spares_of_iteration
 from spotlight.scheduler.types import PolicyVersion
 from spotlight_rewards.base.prompts import Prompt
+from spotlight_rewards.base.typed_json import section, typed
+
+_GROUPS: TypeAdapter[Mapping[int, ExploredGroup]] = TypeAdapter(Mapping[int, ExploredGroup])
 
 
 class Explorer:
@@ -233,7 +238,7 @@ class Explorer:
         """JSON-able state between two iterations."""
         return {
             "policy": {} if self.planner is None else self.planner.snapshot(),
-            "groups": {str(slot): group.to_dict() for slot, group in self.groups.items()},
+            "groups": {str(slot): asdict(group) for slot, group in self.groups.items()},
             "report": dict(self.report),
         }
 
@@ -246,8 +251,7 @@ class Explorer:
             return
         if self.planner is not None:
             self.planner.load(section(state, "policy"))
-        groups = section(state, "groups")
-        self.groups = {int(slot): ExploredGroup.from_dict(tree) for slot, tree in groups.items()}
+        self.groups = typed(_GROUPS, state.get("groups"), "groups")
         if all(map(self._fits, self.groups, self.groups.values())):
             self.report = dict(section(state, "report"))
         else:  # the run's course was changed: the next iteration's seeds are random ones

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from spotlight.scheduler.policies.exploration.bandit import Arm, ArmEstimate, DiscountedUCB
 from spotlight.scheduler.policies.exploration.budget import Capacity, Forecast, IterationSeconds, WindowSeen
 from spotlight.scheduler.policies.exploration.contrast import Contrast
-from spotlight.scheduler.policies.exploration.decayed_mean import DecayedMean, section
+from spotlight.scheduler.policies.exploration.decayed_mean import DecayedMean
+from spotlight_rewards.base.typed_json import section
 
 _NO_CONTRAST = 1e-12
 """Gains are not divided by a random contrast below this."""
@@ -175,7 +176,7 @@ class Planner:
         """Restore a snapshot. Raises ValueError if it is malformed."""
         self.bandit.load(section(state, "bandit"))
         self.forecast.load(section(state, "forecast"))
-        self._unit = DecayedMean.from_list(state.get("unit"))
+        self._unit = DecayedMean.read(state, "unit")
         if self.seconds is not None:
             self.seconds.load(section(state, "seconds") if "seconds" in state else {})
         awaited = state.get("awaited")

@@ -79,42 +79,6 @@ class ExploredGroup:
             drawn,
         )
 
-    def to_dict(self) -> dict[str, object]:
-        """JSON-able, for :meth:`from_dict`."""
-        return {
-            "prompt": self.prompt,
-            "seeds": list(self.seeds),
-            "previews": [dict(scores) for scores in self.previews],
-            "drawn": self.drawn,
-            "pool": self.pool,
-            "pool_variance": dict(self.pool_variance),
-            "unchosen": [dict(scores) for scores in self.unchosen],
-        }
-
-    @classmethod
-    def from_dict(cls, tree: object) -> ExploredGroup:
-        """Inverse of :meth:`to_dict`. Raises ValueError for anything else."""
-        match tree:
-            case {
-                "prompt": str(prompt),
-                "seeds": [*seeds],
-                "previews": [*previews],
-                "drawn": int(drawn),
-                "pool": int(pool),
-                "pool_variance": {**variance},
-                "unchosen": [*unchosen],
-            }:
-                return cls(
-                    PromptId(prompt),
-                    tuple(int(seed) for seed in seeds),
-                    tuple(_numbers(scores) for scores in previews),
-                    drawn,
-                    pool,
-                    _numbers(variance),
-                    tuple(_numbers(scores) for scores in unchosen),
-                )
-        raise ValueError(f"not an explored group: {tree!r}")
-
 
 @dataclass(slots=True)
 class Window:
@@ -264,12 +228,6 @@ def choose(window: Window, explores: ExplorationConfig, group_size: int, slots: 
         pool_contrast=math.fsum(contrasts) / len(contrasts) if contrasts else None,
         pool_size=sum(group.pool for group in groups.values()) / len(groups) if groups else None,
     )
-
-
-def _numbers(tree: object) -> dict[str, float]:
-    if not isinstance(tree, Mapping) or not all(isinstance(value, int | float) for value in tree.values()):
-        raise ValueError(f"not scores by name: {tree!r}")
-    return {str(name): float(value) for name, value in tree.items()}
 
 
 def _has(found: Mapping[int, Selection], slot: int, verdict: SelectionVerdict) -> bool:

@@ -6,7 +6,10 @@ an iteration is billed ─► model of the iterations ─► forecast for every 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pydantic import FiniteFloat, PositiveFloat, TypeAdapter
 
 from spotlight.config.section import Section
 from spotlight.config.sections.target import TargetConfig
@@ -20,6 +23,17 @@ from spotlight.scheduler.policies.target.choose_nodes import NodesChooser, Rest,
 from spotlight.scheduler.policies.target.iteration_model import MeasuredIteration
 from spotlight.scheduler.policies.target.pace_meter import PaceMeter
 from spotlight.scheduler.types import NodeKind
+from spotlight_rewards.base.typed_json import typed
+
+
+@dataclass(frozen=True, slots=True)
+class _SavedPace:
+    wanted: int | None
+    done: int
+    measured: Sequence[tuple[PositiveFloat, FiniteFloat, FiniteFloat, FiniteFloat, int | None]]
+
+
+_SAVED = TypeAdapter(_SavedPace)
 
 
 class HoldTarget(FleetPolicy):
@@ -148,12 +162,9 @@ class HoldTarget(FleetPolicy):
 
     def restore(self, state: Mapping[str, object]) -> None:
         """See :class:`FleetPolicy`."""
-        match state:
-            case {"wanted": int() | None as wanted, "done": int(done), "measured": list(measured)}:
-                self._recalled, self._done = wanted, done
-                self.meter.recall(MeasuredIteration(*each) for each in measured)
-            case _:
-                raise ValueError(f"not the state of a target: {sorted(state)}")
+        saved = typed(_SAVED, state, self.name)
+        self._recalled, self._done = saved.wanted, saved.done
+        self.meter.recall(MeasuredIteration(*each) for each in saved.measured)
 
 
 def _measured_row(measured: MeasuredIteration | None) -> dict[str, float]:
