@@ -13,10 +13,10 @@ blocks of one model of each family. ``fused`` is with ``model.kernels: fused``.
 Besides, what one block more keeps for the backward under each ``learner.recompute``: storages that are alive
 when the forward has returned, in tensors of [tokens, width].
 
-Timed, on this machine, for Qwen-Image: the host's milliseconds for a forward of 60 layers, most of which is
-Python and dispatch, with a width and pictures so small that arithmetic takes next to nothing. A GPU that
-computes for less than this waits for the host. Kernels of fused operators are compiled for a GPU, and all but
-the driver's own launch is done. Variants take turns; medians.
+Timed, on this machine, for Qwen-Image: the host's milliseconds for a forward of 60 layers, and with its
+backward, most of which is Python and dispatch, with a width and pictures so small that arithmetic takes next
+to nothing. A GPU that computes for less than this waits for the host. Kernels of fused operators are compiled
+for a GPU, and all but the driver's own launch is done. Variants take turns; medians.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -356,11 +356,18 @@ def kept(variant: str, work: Work, mode: Mode, *, model: str = QWEN, kind: str =
     return float(found[1] - found[0]) / (2 * tokens(model, work) * width)
 
 
-def host_seconds(rounds: int, layers: int = LAYERS) -> dict[str, list[float]]:
-    """Of a narrow Qwen-Image's forward on one picture of one token, by variant."""
+def host_seconds(rounds: int, layers: int = LAYERS, *, backward: bool = False) -> dict[str, list[float]]:
+    """Of a narrow Qwen-Image's forward on one picture of one token, by variant with adapters."""
     config, work = _with_layers(QWEN, "num_layers", layers, NARROW), Work(16, 1, 4)
-    runs = {variant: make_forward(QWEN, config, variant, work, rank=1) for variant in (*VARIANTS, FUSED)}
-    with torch.no_grad(), launches_nothing():
+    forwards = [make_forward(QWEN, config, variant, work, rank=1) for variant in (*VARIANTS[1:], FUSED)]
+
+    def run(forward: Forward) -> None:
+        output = forward()
+        if backward:
+            output.float().square().mean().backward()  # type: ignore[no-untyped-call]
+
+    runs = {forward.variant: partial(run, forward) for forward in forwards}
+    with torch.set_grad_enabled(backward), launches_nothing():
         return take_turns(runs, rounds, torch.device("cpu"), Clock.CPU)
 
 
@@ -401,15 +408,16 @@ def main(
     console.print(_table(cases, work))
     left = Table("kept for the backward, in [tokens, width]", "a block of", *MODES, "fused")
     for model, kind in dict.fromkeys((case[0], case[1]) for case in cases):
-        ways: list[tuple[str, Mode]] = [*((VARIANTS[1], mode) for mode in MODES), (FUSED, "none")]
-        each = [f"{kept(variant, work, mode, model=model, kind=kind):.1f}" for variant, mode in ways]
+        columns: list[tuple[str, Mode]] = [*((VARIANTS[1], mode) for mode in MODES), (FUSED, "none")]
+        each = [f"{kept(variant, work, mode, model=model, kind=kind):.1f}" for variant, mode in columns]
         left.add_row(model.partition("/")[2], kind, *each)
     console.print(left)
-    seconds = {} if every else host_seconds(rounds)
-    if seconds:
-        timed = Table(f"the host, {LAYERS} layers", "ms a forward", "over the first")
-        for variant, taken in seconds.items():
-            over = ratio(taken, seconds[VARIANTS[0]])
+    ways = {} if every else {"forward": False, "with backward": True}
+    seconds = {way: host_seconds(rounds, backward=backward) for way, backward in ways.items()}
+    for way, found in seconds.items():
+        timed = Table(f"the host, {LAYERS} layers, {way}", "ms", "over the first")
+        for variant, taken in found.items():
+            over = ratio(taken, found[VARIANTS[1]])
             timed.add_row(variant, f"{1e3 * statistics.median(taken):.1f}", str(over))
         console.print(timed)
     if json is not None:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,24 +41,13 @@ def launches() -> set[Launch]:
         types = tuple(tensor.dtype for tensor in tensors)
         noted.add((kernel._function, types, numbers, constants, tuple(options.items())))
 
-    with _launched_from_a_cpu(), pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registered, "WHERE", "is_cpu")
         patch.setattr(Kernel, "launch", note)
-        patch.setattr(triton, "next_power_of_2", lambda width: WIDE)
+        patch.setattr(registered, "_block", lambda width: WIDE)
         for make in CASES.values():
             _run(make().to(torch.bfloat16).requires_grad_(False))
     return noted
-
-
-@contextmanager
-def _launched_from_a_cpu() -> Iterator[None]:
-    """Operators that do on CPU tensors what they do on a GPU's."""
-    on_cpu = torch.library.Library("spotlight_kernels", "IMPL")
-    for name, launched in registered.LAUNCHED.items():
-        on_cpu.impl(name, launched, "CPU")
-    try:
-        yield
-    finally:
-        on_cpu._destroy()
 
 
 def _run(block: Any) -> None:
@@ -105,11 +92,11 @@ def test_what_was_launched_before_is_launched_at_once(name: str, monkeypatch: py
     for kernel, look in zip(kernels, looks, strict=True):
         monkeypatch.setattr(kernel, "_function", look)
         monkeypatch.setattr(kernel, "_known", {})
+    monkeypatch.setattr(registered, "WHERE", "is_cpu")
     block = CASES[name]().to(torch.bfloat16).requires_grad_(False)
-    with _launched_from_a_cpu():
-        _run(block)
-        first = [look.looked for look in looks]
-        _run(block)
+    _run(block)
+    first = [look.looked for look in looks]
+    _run(block)
     assert sum(first) > 0
     assert [look.looked for look in looks] == first
     assert sum(look.launched for look in looks) >= sum(first)

@@ -111,7 +111,7 @@ class Reference:
 @pytest.mark.parametrize("name", ["HunyuanVideo 1.5", "Krea 2", "Krea 2, text", "Z-Image"])
 @torch.no_grad()
 def test_bfloat16_is_rounded_where_diffusers_rounds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operators, "ops", Reference)
+    monkeypatch.setattr(operators, "registered", Reference)
     block, arguments = made(name, torch.bfloat16)
     for part in block.modules():
         if isinstance(part, Krea2RMSNorm):  # these stay float32 in a model

@@ -12,7 +12,10 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from spotlight_kernels import registered
 from spotlight_kernels.lora import AdaptedLinear, lora_linears
 from spotlight_kernels.operators import (
     HeadStream,
@@ -239,3 +242,44 @@ def test_one_row_of_modulation_or_angles_is_for_all_pictures() -> None:
     assert torch.equal(*joined)
     with pytest.raises(ValueError, match="modulation of"):
         add_norm(x, None, Modulation(scale=torch.ones(3, 8)), 1e-6, rounded=False)
+
+
+class _Heard(TorchDispatchMode):
+    """Names of the operators that torch dispatched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def _every_operator(x: Tensor) -> list[Tensor]:
+    """All operators with and without gradient, on ``x`` [batch, tokens, width]."""
+    by, weight = Modulation(gate=x[:, 0], scale=x[:, 1]), x[0, 0, :8].detach()
+    outputs = (
+        join_heads([HeadStream(x, weight)], 8, EPS, rounded=True),
+        *add_norm(x, x, by, EPS, rounded=True),
+        gated_halves(x),
+    )
+    return [*outputs, *torch.autograd.grad(outputs, x, [torch.ones_like(each) for each in outputs])]
+
+
+def test_torch_hears_of_operators_only_where_somebody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    operators = [each for each in vars(registered).values() if isinstance(each, registered._Operator)]
+    names = {str(each._dispatched) for each in operators}
+    assert len(names) == 6
+    x = torch.randn(2, 3, 16, requires_grad=True)
+    with _Heard() as heard:
+        wanted = _every_operator(x)
+    assert {each for each in heard.names if each.startswith("spotlight_kernels")} == names
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        sizes = [each.shape for each in _every_operator(fake.from_tensor(x))]
+    assert sizes == [each.shape for each in wanted]
+    compiled = torch.compile(_every_operator, backend="aot_eager")(x)
+    torch.testing.assert_close(compiled, wanted)
+    for operator in operators:
+        monkeypatch.setattr(operator, "_dispatched", None)
+    assert all(map(torch.equal, _every_operator(x), wanted))

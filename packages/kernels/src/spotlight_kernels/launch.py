@@ -48,8 +48,9 @@ class Kernel:
             with torch.cuda.device(device):
                 self.launch(grid, tensors, numbers, constants, **options)
         else:
-            types = tuple((tensor.dtype, tensor.data_ptr() % 16 == 0) for tensor in tensors)
-            key = numbers, constants, types, device.index, tuple(options.items())
+            types = [tensor.dtype for tensor in tensors]
+            aligned = [tensor.data_ptr() % 16 == 0 for tensor in tensors]
+            key = numbers, constants, *types, *aligned, device.index, *options.items()
             if (compiled := self._known.get(key)) is not None:
                 compiled[(*grid, 1, 1)[:3]](*arguments)
                 return

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -78,11 +79,10 @@ def _outputs(x: Tensor, layers: Sequence[AdaptedLinear]) -> tuple[list[Tensor], 
     """Of each layer; and all adapters' ``scale * x A'``, joined."""
     rows, shape = rows_of(x), x.shape[:-1]
     downs = [layer.a for layer in layers]
-    low = _scaled(rows @ _joined(downs).t(), layers)
+    low = _scaled(F.linear(rows, _joined(downs)), layers)
     outputs = []
     for layer, own in zip(layers, _parts(low, downs), strict=True):
-        up = layer.b.t()
-        y = own @ up if layer.bias is None else torch.addmm(layer.bias, own, up)
+        y = F.linear(own, layer.b, layer.bias)
         outputs.append(y.addmm_(rows, _whole(layer.weight, rows).t()).view(*shape, -1))
     return outputs, low
 

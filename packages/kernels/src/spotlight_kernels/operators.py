@@ -1,9 +1,9 @@
 """Fused operators of transformer blocks, with their gradients: what a block does between its products.
 
 Kernels are Triton's: on CUDA, or, with ``TRITON_INTERPRET=1`` in the environment before the first import, on
-a CPU, slowly. They are operators of torch (``torch.ops.spotlight_kernels``), so profilers, counters,
-selective recomputation and tensors without memory see them. With and without gradient the same kernels run:
-results are equal to the bit.
+a CPU, slowly. Compilers, counters, selective recomputation and tensors without memory see operators of torch
+(``torch.ops.spotlight_kernels``). With and without gradient the same kernels run: results are equal to the
+bit.
 
 Everywhere:
 - ``rounded``: round after each step to the tensors' type, and before a norm's weights to the weights', as the
@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from spotlight_kernels import registered
 from spotlight_kernels.launch import INTERPRETED
-from spotlight_kernels.registered import ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def join_heads(
     for stream in streams:
         flat += (stream.x, stream.weight, *(stream.angles or (None, None)))
     if not torch.is_grad_enabled():
-        return cast(Tensor, ops.join_heads(*_by_kind(flat), size, eps, offset, rounded))
+        return cast(Tensor, registered.join_heads(*_by_kind(flat), size, eps, offset, rounded))
     return cast(Tensor, _JoinHeads.apply(size, eps, offset, rounded, *flat))  # type: ignore[no-untyped-call]
 
 
@@ -127,7 +127,7 @@ def add_norm(
     parts = (by.gate, by.scale, by.shift, by.weight, by.branch_weight, by.chosen)
     if not torch.is_grad_enabled():
         x, y = x.contiguous(), None if y is None else y.contiguous()
-        total, out = ops.add_norm(x, y, *parts, eps, offset, rounded, True)
+        total, out = registered.add_norm(x, y, *parts, eps, offset, rounded, True)
         return (x if y is None else total), out
     found: tuple[Tensor, Tensor] = _AddNorm.apply(x, y, *parts, eps, offset, rounded, True)  # type: ignore[no-untyped-call]
     return found
@@ -147,7 +147,7 @@ def gated_add(
     """``x + gate * y``; as :func:`add_norm`."""
     rest = (gate, None, None, None, branch_weight, chosen, eps, offset, rounded, False)
     if not torch.is_grad_enabled():
-        return cast(Tensor, ops.add_norm(x.contiguous(), y.contiguous(), *rest)[0])
+        return cast(Tensor, registered.add_norm(x.contiguous(), y.contiguous(), *rest)[0])
     total, _ = _AddNorm.apply(x, y, *rest)  # type: ignore[no-untyped-call]
     return cast(Tensor, total)
 
@@ -159,14 +159,14 @@ def gated(gate: Tensor, value: Tensor, *, silu: bool) -> Tensor:
         gate, value: of the same shape and type, their last dimension contiguous.
     """
     if not torch.is_grad_enabled():
-        return cast(Tensor, ops.gated(gate, value, silu))
+        return cast(Tensor, registered.gated(gate, value, silu))
     return cast(Tensor, _Gated.apply(gate, value, silu))  # type: ignore[no-untyped-call]
 
 
 def gated_halves(wide: Tensor) -> Tensor:
     """:func:`gated` of the halves of the last dimension, with SiLU; their gradients are written as one."""
     if not torch.is_grad_enabled():
-        return cast(Tensor, ops.gated(*wide.chunk(2, -1), True))
+        return cast(Tensor, registered.gated(*wide.chunk(2, -1), True))
     return cast(Tensor, _GatedHalves.apply(wide))  # type: ignore[no-untyped-call]
 
 
@@ -178,7 +178,7 @@ def rows_of(x: Tensor) -> Tensor:
     size = math.gcd(x.shape[-1], 128)
     quick = x.ndim == 3 and x.stride(-1) == 1 and x.dtype != torch.float64 and (x.is_cuda or INTERPRETED)
     if quick and not x.is_contiguous() and size > 1:
-        x = ops.join_heads([x], [None], [None], [None], size, 0.0, 0.0, False).flatten(2)
+        x = registered.join_heads([x], [None], [None], [None], size, 0.0, 0.0, False).flatten(2)
     return x.reshape(-1, x.shape[-1])
 
 
@@ -194,7 +194,7 @@ def add_norm_again(
 ) -> Tensor:
     """The norm that :func:`add_norm` returned beside ``total``, the same bits once more; without gradient."""
     parts = (None, None, scale, shift, weight, None, chosen, eps, offset, rounded, True)
-    return cast(Tensor, ops.add_norm(total, *parts)[1])
+    return cast(Tensor, registered.add_norm(total, *parts)[1])
 
 
 def add_norm_reference(
@@ -246,12 +246,12 @@ class _Gated(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, value: Tensor, silu: bool) -> Tensor:
         ctx.save_for_backward(gate, value)
         ctx.silu = silu
-        return cast(Tensor, ops.gated(gate, value, silu))
+        return cast(Tensor, registered.gated(gate, value, silu))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        found = ops.gated_backward(gradient.contiguous(), *ctx.saved_tensors, ctx.silu, False)
+        found = registered.gated_backward(gradient.contiguous(), *ctx.saved_tensors, ctx.silu, False)
         return found[0], found[1], None
 
 
@@ -259,13 +259,13 @@ class _GatedHalves(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, wide: Tensor) -> Tensor:
         ctx.save_for_backward(wide)
-        return cast(Tensor, ops.gated(*wide.chunk(2, -1), True))
+        return cast(Tensor, registered.gated(*wide.chunk(2, -1), True))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (wide,) = ctx.saved_tensors
-        return cast(Tensor, ops.gated_backward(gradient.contiguous(), *wide.chunk(2, -1), True, True))
+        return cast(Tensor, registered.gated_backward(gradient.contiguous(), *wide.chunk(2, -1), True, True))
 
 
 class _JoinHeads(torch.autograd.Function):
@@ -278,7 +278,7 @@ class _JoinHeads(torch.autograd.Function):
         ctx.save_for_backward(*needed)
         ctx.options = (size, eps, offset, rounded)
         ctx.lengths = [x.shape[1] for x in flat[::4] if x is not None]
-        return cast(Tensor, ops.join_heads(*_by_kind(flat), size, eps, offset, rounded))
+        return cast(Tensor, registered.join_heads(*_by_kind(flat), size, eps, offset, rounded))
 
     @staticmethod
     @once_differentiable
@@ -292,7 +292,7 @@ class _JoinHeads(torch.autograd.Function):
             start += ctx.lengths[i // 4]
             if ctx.needs_input_grad[4 + i]:
                 x = own.flatten(2) if x is None else x
-                found[i] = ops.join_heads_backward(own, x, weight, cos, sin, *ctx.options[:3])
+                found[i] = registered.join_heads_backward(own, x, weight, cos, sin, *ctx.options[:3])
             if weight is not None and ctx.needs_input_grad[5 + i]:
                 found[i + 1] = _weight_gradient(ctx, own, flat[i : i + 4])
         return None, None, None, None, *found
@@ -330,7 +330,7 @@ class _AddNorm(torch.autograd.Function):
         x = x.contiguous()
         y = None if y is None else y.contiguous()
         parts = (gate, scale, shift, weight, branch_weight, chosen)
-        total, out = ops.add_norm(x, y, *parts, eps, offset, rounded, norm)
+        total, out = registered.add_norm(x, y, *parts, eps, offset, rounded, norm)
         if y is None:
             total = x.view_as(x)
         ctx.options, ctx.adds = (eps, offset, rounded, norm), y is not None
@@ -355,7 +355,7 @@ class _AddNorm(torch.autograd.Function):
             gate = branch_weight = None
         if from_out is None and gate is None and branch_weight is None:
             return from_total, (from_total if ctx.adds else None), *rest
-        to_x, to_y = ops.add_norm_backward(
+        to_x, to_y = registered.add_norm_backward(
             None if from_total is None else from_total.contiguous(),
             None if from_out is None else from_out.contiguous(),
             total,

@@ -1,6 +1,6 @@
 """What the fused operators of :mod:`~spotlight_kernels.operators` launch, and their registration with torch.
 
-``ops`` has them on CUDA, on tensors without memory, and with Triton's interpreter on CPUs.
+They are there on CUDA, on tensors without memory, and with Triton's interpreter on CPUs.
 """
 
 from __future__ import annotations
@@ -9,17 +9,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from spotlight_kernels import triton_heads, triton_rows
 from spotlight_kernels.launch import INTERPRETED, Kernel
 
 _OPERATORS = torch.library.Library("spotlight_kernels", "DEF")  # type: ignore[no-untyped-call]
-ops = torch.ops.spotlight_kernels
 heads_forward, heads_backward = Kernel(triton_heads.forward), Kernel(triton_heads.backward)
 rows_forward, rows_backward = Kernel(triton_rows.forward), Kernel(triton_rows.backward)
-gated_forward, gated_backward = Kernel(triton_rows.gated), Kernel(triton_rows.gated_backward)
+gates_forward, gates_backward = Kernel(triton_rows.gated), Kernel(triton_rows.gated_backward)
 _GATED_BLOCK = 1024
 """Elements of a row that a program works on: 16 bytes of bfloat16 for each of its threads."""
 
@@ -34,22 +32,23 @@ def _angle_strides(cos: Tensor | None, sin: Tensor | None, x: Tensor, size: int)
     """By picture, token and pair. Raises ValueError: a kernel would read past the angles."""
     if cos is None or sin is None:
         return 0, 0, 0
-    whole = [*x.shape[:2], size // 2]
-    fits = cos.shape[-2:] == (whole[1], whole[2]) and list(cos.shape[:-2]) in ([], [1], whole[:1])
-    if not fits or sin.shape != cos.shape or sin.stride() != cos.stride():
+    (batch, tokens, _), shape, strides = x.shape, cos.shape, cos.stride()
+    fits = shape[-2:] == (tokens, size // 2) and shape[:-2] in ((), (1,), (batch,))
+    if not fits or sin.shape != shape or sin.stride() != strides:
         raise ValueError(
-            f"angles have shapes {list(cos.shape)} and {list(sin.shape)}, strides {cos.stride()} and "
-            f"{sin.stride()}; expected equal ones, of {whole} or without the batch"
+            f"angles have shapes {list(shape)} and {list(sin.shape)}, strides {strides} and "
+            f"{sin.stride()}; expected equal ones, of {[batch, tokens, size // 2]} or without the batch"
         )
-    return cos.expand(whole).stride()
+    return strides if shape[:-2] == (batch,) else (0, *strides[-2:])
 
 
 def _check_heads(x: Tensor, weight: Tensor | None, size: int) -> None:
     """Raises ValueError: a kernel would read other elements than it is meant to."""
-    if x.stride(-1) != 1 or x.shape[-1] % size:
-        raise ValueError(f"heads of {size} in rows of {x.shape[-1]} with stride {x.stride(-1)}; expected 1")
-    if weight is not None and (weight.stride(-1) != 1 or weight.shape[0] not in (size, x.shape[-1])):
-        raise ValueError(f"a norm of {list(weight.shape)}; expected {[size]} or {[x.shape[-1]]}, contiguous")
+    width, stride = x.shape[2], x.stride(2)
+    if stride != 1 or width % size:
+        raise ValueError(f"heads of {size} in rows of {width} with stride {stride}; expected 1")
+    if weight is not None and (weight.stride() != (1,) or weight.shape[0] not in (size, width)):
+        raise ValueError(f"a norm of {list(weight.shape)}; expected {[size]} or {[width]}, contiguous")
 
 
 def _join_heads(
@@ -142,9 +141,14 @@ def _rows(x: Tensor, rows: int, wide_warps: int) -> tuple[tuple[int, int], tuple
     """
     batch, tokens, width = x.shape
     rows = rows if tokens >= 64 else 1
-    block = triton.next_power_of_2(width)
+    block = _block(width)
     warps = 4 if block <= 2048 else wide_warps if block <= 4096 else 2 * wide_warps
     return (-(-tokens // rows), batch), (block, rows), warps
+
+
+def _block(width: int) -> int:
+    """The next power of two."""
+    return 1 << (width - 1).bit_length()
 
 
 def _or(each: Tensor | None, other: Tensor) -> Tensor:
@@ -160,12 +164,11 @@ def _stride(each: Tensor | None, x: Tensor, chosen: Tensor | None = None) -> int
     """
     if each is None:
         return 0
-    rows, wanted = each.shape[0], x.shape[0] + (chosen is not None)
-    if each.shape[1:] != x.shape[2:] or each.stride(-1) != 1 or rows not in (1, wanted):
-        raise ValueError(
-            f"modulation of {list(each.shape)}; expected {[wanted, x.shape[2]]}, rows contiguous"
-        )
-    return each.stride(0) if rows == wanted else 0
+    batch, _, width = x.shape
+    wanted, shape, strides = batch + (chosen is not None), each.shape, each.stride()
+    if shape not in ((wanted, width), (1, width)) or strides[1] != 1:
+        raise ValueError(f"modulation of {list(shape)}; expected {[wanted, width]}, rows contiguous")
+    return strides[0] if shape[0] == wanted else 0
 
 
 def _add_norm(
@@ -198,7 +201,10 @@ def _add_norm(
 
 
 def _empty_rows(x: Tensor, y: Tensor | None, *others: Any) -> tuple[Tensor, Tensor]:
-    return x.new_empty(0 if y is None else x.shape), x.new_empty(x.shape if others[-1] else 0)
+    return (
+        x.new_empty(0) if y is None else torch.empty_like(x),
+        torch.empty_like(x) if others[-1] else x.new_empty(0),
+    )
 
 
 def _add_norm_backward(
@@ -244,7 +250,7 @@ def _empty_rows_backward(
     given = from_total if from_out is None else from_out
     assert given is not None
     alike = gate is None and branch_weight is None
-    return given.new_empty(given.shape), given.new_empty(0 if alike else given.shape)
+    return torch.empty_like(given), given.new_empty(0) if alike else torch.empty_like(given)
 
 
 def _rows_of(x: Tensor) -> tuple[Tensor, int]:
@@ -264,7 +270,7 @@ def _gated(gate: Tensor, value: Tensor, silu: bool) -> Tensor:
     out = _empty_gated(gate, value, silu)
     (gate, gate_s), (value, value_s) = _rows_of(gate), _rows_of(value)
     rows, width = gate.shape
-    gated_forward.launch(
+    gates_forward.launch(
         (rows, -(-width // _GATED_BLOCK)),
         (gate, value, out),
         (width, gate_s, value_s),
@@ -287,7 +293,7 @@ def _gated_backward(gradient: Tensor, gate: Tensor, value: Tensor, silu: bool, j
     to_gate, to_value = out.chunk(2, -1) if joined else out
     (gate, gate_s), (value, value_s), (_, out_s) = map(_rows_of, (gate, value, to_gate))
     rows, width = gate.shape
-    gated_backward.launch(
+    gates_backward.launch(
         (rows, -(-width // _GATED_BLOCK)),
         (gradient, gate, value, to_gate, to_value),
         (width, gate_s, value_s, out_s),
@@ -301,48 +307,77 @@ def _empty_gated_backward(gradient: Tensor, gate: Tensor, value: Tensor, silu: b
     return gradient.new_empty((*others, 2 * width) if joined else (2, *gradient.shape))
 
 
-LAUNCHED: dict[str, Callable[..., object]] = {}
-"""What every operator does where kernels run, by its name."""
-for _schema, _kernel, _shape in (
-    (
-        "join_heads(Tensor[] x, Tensor?[] weight, Tensor?[] cos, Tensor?[] sin, int size, float eps, "
-        "float offset, bool rounded) -> Tensor",
-        _join_heads,
-        _empty_joint,
-    ),
-    (
-        "join_heads_backward(Tensor gradient, Tensor x, Tensor? weight, Tensor? cos, Tensor? sin, int size, "
-        "float eps, float offset) -> Tensor",
-        _join_heads_backward,
-        lambda gradient, x, *_: x.new_empty(x.shape),
-    ),
-    (
-        "add_norm(Tensor x, Tensor? y, Tensor? gate, Tensor? scale, Tensor? shift, Tensor? weight, "
-        "Tensor? branch_weight, Tensor? chosen, float eps, float offset, bool rounded, bool norm) "
-        "-> (Tensor, Tensor)",
-        _add_norm,
-        _empty_rows,
-    ),
-    (
-        "add_norm_backward(Tensor? from_total, Tensor? from_out, Tensor? total, Tensor? y, Tensor? gate, "
-        "Tensor? scale, Tensor? weight, Tensor? branch_weight, Tensor? chosen, float eps, float offset) "
-        "-> (Tensor, Tensor)",
-        _add_norm_backward,
-        _empty_rows_backward,
-    ),
-    ("gated(Tensor gate, Tensor value, bool silu) -> Tensor", _gated, _empty_gated),
-    (
-        "gated_backward(Tensor gradient, Tensor gate, Tensor value, bool silu, bool joined) -> Tensor",
-        _gated_backward,
-        _empty_gated_backward,
-    ),
-):
-    _OPERATORS.define(_schema)  # type: ignore[no-untyped-call]
-    _name = _schema.split("(")[0]
-    LAUNCHED[_name] = _kernel
-    for _function, _key in (
-        (_shape, "Meta"),
-        (_kernel, "CUDA"),
-        *(((_kernel, "CPU"),) if INTERPRETED else ()),
-    ):
-        _OPERATORS.impl(_name, _function, _key)  # type: ignore[no-untyped-call]
+class _Operator:
+    """An operator of torch; where nothing else would hear of it, without torch's dispatch.
+
+    To pass through C++ into Python takes the host as long as what is done there.
+
+    Args:
+        launch: computes it where kernels run.
+        shape: allocates the like of its outputs, on any device.
+        like: a tensor of its arguments; default: the first.
+    """
+
+    def __init__(
+        self,
+        schema: str,
+        launch: Callable[..., Any],
+        shape: Callable[..., Any],
+        like: Callable[..., Tensor] = lambda first, *_: first,
+    ) -> None:
+        _OPERATORS.define(schema)  # type: ignore[no-untyped-call]
+        name = schema.split("(")[0]
+        for key, function in (
+            ("Meta", shape),
+            ("CUDA", launch),
+            *((("CPU", launch),) if INTERPRETED else ()),
+        ):
+            _OPERATORS.impl(name, function, key)  # type: ignore[no-untyped-call]
+        self._launch, self._like = launch, like
+        self._dispatched = getattr(torch.ops.spotlight_kernels, name).default
+
+    def __call__(self, *arguments: Any) -> Any:
+        # Compilers, counters and selective recomputation listen; subclasses (of no memory, sharded) want to.
+        heard = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
+        if heard or type(like := self._like(*arguments)) not in _PLAIN or not getattr(like, WHERE):
+            return self._dispatched(*arguments)
+        return self._launch(*arguments)
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+WHERE = "is_cpu" if INTERPRETED else "is_cuda"
+"""Of tensors that kernels run on."""
+join_heads = _Operator(
+    "join_heads(Tensor[] x, Tensor?[] weight, Tensor?[] cos, Tensor?[] sin, int size, float eps, "
+    "float offset, bool rounded) -> Tensor",
+    _join_heads,
+    _empty_joint,
+    like=lambda xs, *_: xs[0],
+)
+join_heads_backward = _Operator(
+    "join_heads_backward(Tensor gradient, Tensor x, Tensor? weight, Tensor? cos, Tensor? sin, int size, "
+    "float eps, float offset) -> Tensor",
+    _join_heads_backward,
+    lambda gradient, x, *_: x.new_empty(x.shape),
+)
+add_norm = _Operator(
+    "add_norm(Tensor x, Tensor? y, Tensor? gate, Tensor? scale, Tensor? shift, Tensor? weight, "
+    "Tensor? branch_weight, Tensor? chosen, float eps, float offset, bool rounded, bool norm) "
+    "-> (Tensor, Tensor)",
+    _add_norm,
+    _empty_rows,
+)
+add_norm_backward = _Operator(
+    "add_norm_backward(Tensor? from_total, Tensor? from_out, Tensor? total, Tensor? y, Tensor? gate, "
+    "Tensor? scale, Tensor? weight, Tensor? branch_weight, Tensor? chosen, float eps, float offset) "
+    "-> (Tensor, Tensor)",
+    _add_norm_backward,
+    _empty_rows_backward,
+    like=lambda from_total, from_out, *_: from_out if from_total is None else from_total,
+)
+gated = _Operator("gated(Tensor gate, Tensor value, bool silu) -> Tensor", _gated, _empty_gated)
+gated_backward = _Operator(
+    "gated_backward(Tensor gradient, Tensor gate, Tensor value, bool silu, bool joined) -> Tensor",
+    _gated_backward,
+    _empty_gated_backward,
+)
