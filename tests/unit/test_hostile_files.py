@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from kept_tiles import read_tiles
 from PIL import Image, PngImagePlugin
 from rich.console import Console
 from torch import nn
@@ -23,7 +24,7 @@ from typer.testing import CliRunner
 
 from spotlight.cli.main import app
 from spotlight.models.slots import CopySlots
-from spotlight.store.images import read_tile_note, read_tiles
+from spotlight.store.images import read_tile_note
 from spotlight.store.ledger.history import AttemptRecord, state_of
 from spotlight.store.ledger.ledger_schema import Ending
 from spotlight.store.manifest import Damage, read_manifest
