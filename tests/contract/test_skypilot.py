@@ -86,7 +86,7 @@ def server(environment: dict[str, str]) -> Iterator[dict[str, str]]:
 def test_it_reads_the_tasks_and_its_optimizer_finds_machines_for_them(environment: dict[str, str]) -> None:
     assert SKY is not None
     tasks = [str(LAUNCH / f"skypilot-{kind}.yaml") for kind in ("reserved", "spot")]
-    python = str(Path(SKY).parent / "python")
+    python = str(Path(SKY).resolve().parent / "python")
     done = subprocess.run([python, "-c", CHOOSE, *tasks], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found: dict[str, list[Any]] = json.loads(done.stdout.rpartition("FOUND")[2].splitlines()[0])

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from kept_tiles import read_tiles
 from PIL import Image, PngImagePlugin
 from rich.console import Console
 from safetensors.torch import save_file
@@ -26,7 +27,7 @@ from typer.testing import CliRunner
 
 from spotlight.cli.main import app
 from spotlight.models.slots import CopySlots
-from spotlight.store.images import read_tile_note, read_tiles
+from spotlight.store.images import read_tile_note
 from spotlight.store.ledger.history import AttemptRecord, state_of
 from spotlight.store.ledger.ledger_schema import Ending
 from spotlight.store.manifest import CheckpointHeader, CheckpointManifest, Damage, read_manifest, render
