@@ -6,34 +6,45 @@ import io
 import json
 import os
 import socket
+import sqlite3
 import struct
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from kept_tiles import read_tiles
 from PIL import Image, PngImagePlugin
 from rich.console import Console
+from safetensors.torch import save_file
 from torch import nn
 from typer.testing import CliRunner
 
 from spotlight.cli.main import app
 from spotlight.models.slots import CopySlots
+from spotlight.store.checkpoints import CheckpointStore
 from spotlight.store.images import read_tile_note
-from spotlight.store.ledger.history import AttemptRecord, state_of
+from spotlight.store.ledger.history import AttemptRecord, read_history, state_of
+from spotlight.store.ledger.ledger_queries import open_readonly, prompts_at
 from spotlight.store.ledger.ledger_schema import Ending
-from spotlight.store.manifest import Damage, read_manifest
+from spotlight.store.ledger.sqlite_ledger import SqliteLedger
+from spotlight.store.manifest import CheckpointHeader, CheckpointManifest, Damage, read_manifest, render
 from spotlight.store.metrics import read_metrics
 from spotlight.store.picture_names import tile_path
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.shown_media import FRAMES_MAX, shown_media
+from spotlight.store.store_errors import DamagedCheckpointError, LedgerError
 from spotlight.training.learner_state import INDEX, StateError, load_weights
 from spotlight_dashboard.report_pictures import embedded
+from spotlight_files.lora_file import read_lora
+from spotlight_files.model_errors import ModelError
+from spotlight_files.pipeline_files import read_json
 from spotlight_fleet.traces.trace import TraceError
 from spotlight_fleet.traces.trace_files import parse_trace
 from spotlight_rewards.base.file_errors import StoreError
@@ -131,6 +142,81 @@ def test_a_checkpoint_whose_manifest_is_nested_without_end_is_damaged(tmp_path: 
         assert isinstance(read_manifest(tmp_path), Damage)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"iteration": "soon"},
+        {"iteration": 1.5},
+        {"ledger_position": None},
+        {"config_digest": 3},
+        {"versions": [1]},
+        {"contents": "none"},
+    ],
+)
+def test_a_checkpoint_whose_header_is_of_other_types_is_damaged(
+    wrong: dict[str, Any], tmp_path: Path
+) -> None:
+    header = {"iteration": 1, "ledger_position": 0, "config_digest": "", "package_version": "", **wrong}
+    (tmp_path / "manifest.json").write_bytes(render(CheckpointManifest(CheckpointHeader(**header), {})))
+    assert isinstance(read_manifest(tmp_path), Damage)
+
+
+@pytest.mark.parametrize("name", ["learner.json", "learner.dcp/.metadata"])
+def test_a_checkpoint_with_a_fifo_that_its_manifest_does_not_list_is_damaged(
+    name: str, tmp_path: Path
+) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    with store.writer(CheckpointHeader(1, 0, "", "")) as folder:
+        (folder / "learner.dcp").mkdir()
+    os.mkfifo(tmp_path / "000001-iteration-000001" / name)
+    with pytest.raises(DamagedCheckpointError, match=f"{name}: expected a file or none"):
+        store.newest_valid()
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, f'{{"a": {"1" * 5000}}}', "\N{PILE OF POO}", None])
+def test_a_models_configuration_of_nonsense_is_the_models_error(content: str | None, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    if content is None:
+        os.mkfifo(file)
+    else:
+        file.write_text(content, encoding="utf-8")
+    with soon(), pytest.raises(ModelError, match=r"config\.json is not JSON"):
+        read_json(file)
+
+
+A, B = "transformer.to_q.lora_A.weight", "transformer.to_q.lora_B.weight"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "about"),
+    [
+        ({}, "[]"),
+        ({}, "[" * 100_000),
+        ({}, '{"transformer.lora_alpha": "much"}'),
+        ({}, '{"transformer.lora_alpha": NaN}'),
+        ({}, '{"transformer.lora_alpha": 0}'),
+        ({"transformer.to_q.alpha": torch.ones(2)}, "{}"),
+        ({A: torch.ones(())}, "{}"),
+        ({A: torch.ones(0, 8), B: torch.ones(8, 0)}, "{}"),
+    ],
+)
+def test_a_lora_of_nonsense_is_the_models_error(
+    tensors: dict[str, torch.Tensor], about: str, tmp_path: Path
+) -> None:
+    whole = {A: torch.ones(4, 8), B: torch.ones(8, 4), **tensors}
+    save_file(whole, tmp_path / "lora.safetensors", {"lora_adapter_metadata": about})
+    with pytest.raises(ModelError, match=r"lora\.safetensors"):
+        read_lora("QwenImagePipeline", str(tmp_path / "lora.safetensors"))
+
+
+def test_a_learners_step_beyond_all_numbers_is_an_unusable_state(tmp_path: Path) -> None:
+    steps = json.dumps({"weight": 10**400})
+    index = f'{{"format": 1, "steps": 0, "batches": 0, "optimizer_steps": {steps}, "shapes": {{}}}}'
+    (tmp_path / INDEX).write_text(index, encoding="utf-8")
+    with pytest.raises(StateError, match="cannot be read"):
+        load_weights(tmp_path, CopySlots(nn.Linear(1, 1), []))
+
+
 @pytest.mark.parametrize("steps", ["[" * 100_000, "1e999"])
 def test_a_learners_index_of_nonsense_is_an_unusable_state(steps: str, tmp_path: Path) -> None:
     index = f'{{"format": 1, "batches": 0, "optimizer_steps": {{}}, "shapes": {{}}, "steps": {steps}}}'
@@ -138,6 +224,30 @@ def test_a_learners_index_of_nonsense_is_an_unusable_state(steps: str, tmp_path:
     slots = CopySlots(nn.Linear(1, 1), [])
     with soon(), pytest.raises(StateError, match="cannot be read"):
         load_weights(tmp_path, slots)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        "UPDATE course_changes SET was = '{'",
+        "UPDATE course_changes SET was = replace(hex(zeroblob(50000)), '0', '[')",
+        "UPDATE prompt_files SET prompts = '{'",
+        "UPDATE attempts SET ended = 'perhaps', ended_at = 1",
+        "UPDATE incidents SET kind = 'miracle'",
+    ],
+)
+def test_a_ledger_with_values_that_none_of_ours_can_be_is_damaged(spoil: str, tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    with SqliteLedger(paths.ledger) as ledger:
+        ledger.begin_attempt(pid=1, host="h", workers={}, now_s=0.0)
+        ledger.record_course(0, 0, {"iterations": (1, 2)}, 0.0)
+        ledger.record_prompts({"data.train": []})
+    with closing(sqlite3.connect(paths.ledger)) as connection:
+        connection.execute("PRAGMA ignore_check_constraints = ON")
+        connection.execute(spoil)
+        connection.commit()
+    with closing(open_readonly(paths.ledger)) as connection, pytest.raises(LedgerError, match="damaged"):
+        assert prompts_at(connection, 1) != read_history(tmp_path)
 
 
 @pytest.mark.parametrize("pid", [2**62, 2**31, 0, -1])

@@ -11,8 +11,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from spotlight_rewards.base.file_errors import StoreError
 from spotlight_rewards.base.files import open_regular
+from spotlight_rewards.base.typed_json import typed
 
 MANIFEST = "manifest.json"
 _ADDED = ("ledger_sha256", "versions", "contents")
@@ -55,6 +58,9 @@ class CheckpointManifest:
 
     header: CheckpointHeader
     files: Mapping[str, FileEntry]
+
+
+_MANIFEST = TypeAdapter(CheckpointManifest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,13 +120,9 @@ def read_manifest(directory: Path) -> CheckpointManifest | Damage:
     with open_regular(path) as file:
         content = file.read()
     try:
-        body = json.loads(content)
-        manifest = CheckpointManifest(
-            CheckpointHeader(**body["header"]),
-            {name: FileEntry(**entry) for name, entry in body["files"].items()},
-        )
+        manifest = typed(_MANIFEST, json.loads(content), "manifest")
         expected = render(manifest)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, RecursionError):
         return Damage(directory.name, MANIFEST, "a manifest", f"{len(content)} bytes that are none")
     if content != expected:
         listed = f"sha256 {_text_hash(expected.decode())}"
@@ -129,12 +131,17 @@ def read_manifest(directory: Path) -> CheckpointManifest | Damage:
 
 
 def verify(directory: Path) -> tuple[CheckpointManifest | None, tuple[Damage, ...]]:
-    """Verify every byte of a checkpoint; the manifest is None if itself damaged."""
+    """Verify every byte of a checkpoint, which holds no FIFO to wait for; the manifest is None if damaged."""
     manifest = read_manifest(directory)
     if isinstance(manifest, Damage):
         return None, (manifest,)
     damages = (_compare(directory, name, entry) for name, entry in manifest.files.items())
-    return manifest, tuple(damage for damage in damages if damage is not None)
+    others = (
+        Damage(directory.name, path.relative_to(directory).as_posix(), "a file or none", "something else")
+        for path in directory.rglob("*")
+        if not (path.is_file() or path.is_dir())
+    )
+    return manifest, (*(damage for damage in damages if damage is not None), *others)
 
 
 def _compare(directory: Path, name: str, entry: FileEntry) -> Damage | None:
