@@ -371,6 +371,21 @@ def test_changes_are_asked_for_again_after_a_refusal(browser: Browser, place: Pa
         page.wait_for_selector("#connection:text-is('live')")
 
 
+def test_an_address_of_a_run_that_is_yet_to_come_shows_that_run_when_it_has(
+    browser: Browser, own_place: Path
+) -> None:
+    with served(own_place) as address, watched(browser) as page:
+        open_view(page, address, "log", run="later")
+        page.wait_for_selector("#connection:text-is('live')")
+        assert page.locator("#run").input_value() == "wild"
+        make_run(own_place / "unasked", 2)
+        page.wait_for_selector("#run option[value=unasked]", state="attached")
+        assert page.locator("#run").input_value() == "wild"
+        make_run(own_place / "later", 2)
+        page.wait_for_function("() => document.getElementById('run').value === 'later'")
+        assert page.title() == "later: log – Spotlight"
+
+
 def test_the_choice_of_runs_tells_how_each_is_now(browser: Browser, own_place: Path) -> None:
     make_run(own_place / "other", 8)
     with served(own_place) as address, watched(browser) as page:
