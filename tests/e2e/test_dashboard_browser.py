@@ -22,6 +22,7 @@ import pytest
 from dashboard_page import CHROMIUM, open_view, watched
 from main_job import Job
 from ray_job import running
+from reward_functions import GATE
 from tests.unit.dashboard_run import (
     BEARER,
     HOSTILE,
@@ -438,7 +439,11 @@ def test_ten_thousand_iterations_are_painted_within_a_second(browser: Browser) -
 
 
 @pytest.mark.timeout(1500)
-def test_a_node_killed_while_its_run_is_watched(browser: Browser, job: Job) -> None:
+def test_a_node_killed_while_its_run_is_watched(
+    browser: Browser, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = job.root / "all-views-are-open"
+    monkeypatch.setenv(GATE, str(gate))
     trace = job.root / "watched.csv"
     trace.write_text(
         "# spotlight trace horizon_s=60.0\ntime_s,event,node,gpus\n0,add,spot-1,1\n0.1,add,spot-2,1\n"
@@ -452,6 +457,7 @@ def test_a_node_killed_while_its_run_is_watched(browser: Browser, job: Job) -> N
                 pages = {view: others.enter_context(watched(browser)) for view in VIEWS[1:]}
                 for view, page in pages.items():
                     open_view(page, address, view, run="watched")
+                gate.touch()
                 killed = str(it.wait_for("SELECT worker FROM samples WHERE worker LIKE 'spot-%'")[0][0])
                 it.kill(int(killed.partition("/")[0].removeprefix("spot-")))
                 for view in ("log", "cluster"):
