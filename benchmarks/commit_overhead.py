@@ -121,7 +121,7 @@ def store_process() -> Iterator[Any]:
         store = start_blob_store(
             folder / "values", KEEPER_BYTES, node=ray.get_runtime_context().get_node_id()
         )
-        ray.get(store.usage.remote(), timeout=ANSWER_S)
+        ray.get(store.fetch.remote("sample", []), timeout=ANSWER_S)
         yield store
     finally:
         ray.shutdown()

@@ -121,10 +121,6 @@ def test_what_was_acknowledged_outlives_a_killed_sender(store: Any, tmp_path: Pa
         assert kept is not None
         assert kept.step in (expected[name], last + 1)  # values of a report come before its event
         assert kept.data.startswith(f"{name[1:]} {kept.step} ".encode())
-    usage = ray.get(store.usage.remote(), timeout=ANSWER_S)
-    assert usage.memory_bytes <= MEMORY
-    assert usage.values == 12
-    assert usage.values_on_disk >= 4
 
 
 def test_the_head_hears_at_once(store: Any) -> None:
@@ -141,7 +137,7 @@ def test_the_head_hears_at_once(store: Any) -> None:
         answer = sender.deliver.remote(store, committed(step, 1))
         (delivered,) = ray.get(question, timeout=ANSWER_S)
         now = time.monotonic()
-        assert (delivered.event.steps, delivered.weights_digest, delivered.sender) == (step, MARK, SENDER)
+        assert (delivered.event.steps, delivered.weights_digest) == (step, MARK)
         waits.append(now - ray.get(answer, timeout=ANSWER_S))
     median, most = (1000 * wait for wait in (statistics.median(waits), max(waits)))
     print(f"\nfrom delivery to the head: median {median:.1f} ms, max {most:.1f} ms")
@@ -170,7 +166,7 @@ def test_a_blob_store_that_dies_is_heard_of_and_leaves_its_files_to_the_next(
     with pytest.raises(ray.exceptions.RayActorError):  # not GetTimeoutError
         ray.get(question, timeout=ANSWER_S)
     following = start_blob_store(directory, MEMORY, node=node)
-    assert ray.get(following.usage.remote(), timeout=ANSWER_S).values == 0
+    assert fetch(following, ["r1"]) == [None]
     assert not folder.exists()
     ray.get(following.close.remote(), timeout=ANSWER_S)
     assert list(directory.glob("blobs-*")) == []

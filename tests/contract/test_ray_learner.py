@@ -153,7 +153,7 @@ class Head:
         return bytes(blob.data)
 
     def process_of(self, rank: int) -> int:
-        log = self.paths.attempts / f"learner-{self.group.life:03d}-rank-{rank}.log"
+        log = self.paths.attempts / f"learner-{self.group.working_life:03d}-rank-{rank}.log"
         found = re.search(r"in process (\d+)", log.read_text())
         assert found is not None
         return int(found[1])
@@ -268,7 +268,7 @@ async def stopped(head: Head, batches: list[Batch]) -> None:
 async def without_room(head: Head) -> None:
     async with head:
         head.beside(head.group.restore(None, 0))
-        await head.until(lambda: head.group.life >= 2)
+        await head.until(lambda: head.group._lives >= 2)
         await head.until(lambda: bool(head.notes))
 
 

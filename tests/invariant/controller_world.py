@@ -11,6 +11,8 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
+from tests.controller_answers import ClusterCommand, cluster_answer, learner_answer
+
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.effects import (
@@ -62,7 +64,6 @@ from spotlight.scheduler.types import (
 from spotlight_rewards.base.prompts import Prompt, PromptId
 
 NODES = [Node(NodeId(name), NodeKind.SPOT, 1, "H100", 3.0, False, True) for name in ("a", "b", "c")]
-CLUSTER = StartWorker | PullWeights | FormGroup | StopGroup | AbandonLease
 TRAIN = [Prompt(PromptId(f"train{n}"), f"{n} red circles", {}) for n in range(5)]
 TEST = [Prompt(PromptId(f"test{n}"), f"{n} blue squares", {}) for n in range(2)]
 PATIENCE = 20_000
@@ -317,27 +318,21 @@ class World:
             case _:
                 self._learn(effect)
 
-    def _obey(self, command: CLUSTER) -> None:
+    def _obey(self, command: ClusterCommand) -> None:
         """Workers answer late and in any order, and more than once where they are asked again."""
         match command:
-            case StartWorker(worker, _, _, epoch):
-                self.answers.append(ev.WorkerStarted(worker, epoch))
-            case PullWeights(worker, epoch, version, lineage):
-                self.answers.append(ev.WeightsPulled(worker, epoch, version, lineage))
             case FormGroup(leader, epoch):
                 self.groups[leader] = epoch
-                self.answers.append(ev.GroupFormed(leader, epoch))
-            case StopGroup(leader, epoch):
-                if self.groups.get(leader) == epoch:
-                    del self.groups[leader]  # what it holds is completed late, as by a zombie
-                self.answers.append(ev.GroupStopped(leader, epoch))
-            case AbandonLease():
-                pass  # a worker that hears it too late goes on
+            case StopGroup(leader, epoch) if self.groups.get(leader) == epoch:
+                del self.groups[leader]  # what it holds is completed late, as by a zombie
+        # A worker that hears too late that its lease is given up goes on.
+        if answer := cluster_answer(command):
+            self.answers.append(answer)
 
     def _learn(self, effect: Effect) -> None:
         account = self.account
         match effect:
-            case PrepareBatch(iteration, groups, scores, micro_batches):
+            case PrepareBatch(_, groups, scores, micro_batches):
                 members = [rollout for group in groups for rollout in group.rollouts]
                 account.needs(*members)
                 account.planned += micro_batches
@@ -351,34 +346,29 @@ class World:
                 assert members == in_order or (divided and sorted(members) == sorted(in_order))
                 assert set(members) == set(scores)
                 assert len(members) == len(scores)
-                self.answers.append(ev.BatchPrepared(iteration))
-            case TrainMicroBatch(batch, index):
+            case TrainMicroBatch(batch):
                 account.needs(*batch.rollouts)
                 assert batch == account.planned.pop(0), "trained otherwise than announced"
                 assert 0 < len(batch.rollouts) <= self.plan.micro_batch_size
                 assert len(batch.rollouts) % self.plan.ranks == 0, "ranks would train unequally"
                 account.update += batch.rollouts
-                self.answers.append(ev.MicroBatchTrained(batch.iteration, batch.update, index))
-            case StepOptimizer(iteration, update, samples):
+            case StepOptimizer(_, _, samples):
                 assert samples == len(account.update) == len(set(account.update)) > 0
                 account.update = []
-                self.answers.append(ev.OptimizerStepped(iteration, update, 0.1, 1.0))
-            case FinishBatch(iteration):
+            case FinishBatch():
                 assert not account.planned, "a prepared sample was not trained"
-                self.answers.append(ev.BatchFinished(iteration))
             case PublishWeights(version):
                 assert version == self.controller.version
-                self.answers.append(ev.WeightsPublished(version))
-            case ReportEvaluation(iteration, version):
+            case ReportEvaluation(_, version):
                 account.needs(*(rollout.id for rollout in effect.scored))
                 assert version == account.published
-                self.answers.append(ev.EvaluationReported(iteration))
-            case CommitCheckpoint(iteration, position):
+            case CommitCheckpoint(_, position):
                 assert position <= account.position, "a checkpoint stands for records not written before it"
                 # A run that ends for want of scores saves what its iteration began with.
                 assert position == account.position or self.controller.work.stopping is not None
                 self.checkpoints.append((len(self.effects), effect))
-                self.answers.append(ev.CheckpointCommitted(iteration))
+        if answer := learner_answer(effect):
+            self.answers.append(answer)
 
     def _reward(self, rollout: RolloutId) -> ev.Event:
         if chance(rollout, "reward") < self.failing:
@@ -396,7 +386,7 @@ def learning(effects: list[Effect]) -> list[Effect]:
 
 def without_cluster(effects: list[Effect]) -> list[Effect]:
     """What was decided of the run, without the commands that keep workers going."""
-    return [effect for effect in effects if not isinstance(effect, CLUSTER)]
+    return [effect for effect in effects if not isinstance(effect, ClusterCommand)]
 
 
 def node_of(worker: WorkerId) -> NodeId:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+from tests.controller_answers import learner_answer
 from worker_world import RECIPES, SLOT_OF, Body, Kept, MemoryHome, SeededLoader, fill, loop, mark_of
 
 from spotlight.config.sections.evaluation import EvaluationConfig
@@ -180,22 +181,11 @@ class Head:
                     assert ("image", one.id, mark_of(one.version)) in self.home.values
                 self.scored.update(one.id for one in rollouts)
                 put(ev.SamplesRewarded({one.id: {"reward": one.seed % 7 / 7} for one in rollouts}, lineage))
-            case ef.PrepareBatch(iteration):
-                put(ev.BatchPrepared(iteration))
-            case ef.TrainMicroBatch(batch, index):
-                put(ev.MicroBatchTrained(batch.iteration, batch.update, index))
-            case ef.StepOptimizer(iteration, update):
-                put(ev.OptimizerStepped(iteration, update, 0.5, 1.0))
-            case ef.FinishBatch(iteration):
-                put(ev.BatchFinished(iteration))
-            case ef.PublishWeights(version):
-                put(ev.WeightsPublished(version))
-            case ef.ReportEvaluation(iteration, lineage=lineage):
-                put(ev.EvaluationReported(iteration, lineage))
-            case ef.CommitCheckpoint(iteration):
-                put(ev.CheckpointCommitted(iteration))
             case ef.FinishRun():
                 self.finish = effect
+            case _:
+                if answer := learner_answer(effect):
+                    put(answer)
 
     def start(self, worker: WorkerId, epoch: int) -> None:
         if worker in self.processes and self.processes[worker].loop.epoch == epoch:

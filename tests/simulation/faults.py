@@ -121,7 +121,7 @@ class FaultInjector:
                 # Where many messages are lost, some are very late too.
                 late_s = fault.which * (60.0 if fault.share > 0.25 else 8.0)
                 network.lost, network.doubled, network.late_s = fault.share / 2, fault.share, late_s
-                simulation.after(fault.seconds, network.heal)
+                simulation.after(fault.seconds, self._network_heals)
             case FaultKind.SILENT_REWARDS:
                 simulation.reward_failing = fault.share
                 simulation.after(fault.seconds, self._rewards_heal)
@@ -147,6 +147,10 @@ class FaultInjector:
     def _notice(self, node: Node, seconds: float) -> None:
         self.simulation.happen(ev.NodeNoticed(node.id, self.simulation.now + seconds))
         self.simulation.after(seconds, self._kill, node)
+
+    def _network_heals(self) -> None:
+        network = self.simulation.network
+        network.lost = network.doubled = network.late_s = 0.0
 
     def _rewards_heal(self) -> None:
         self.simulation.reward_failing = 0.0

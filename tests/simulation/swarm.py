@@ -21,9 +21,9 @@ from spotlight.config.sections.pipeline import NO_OVERLAP, PipelineConfig
 from spotlight.scheduler.events import NodeJoined
 from spotlight.scheduler.plan import ClusterPlan, FleetSettings, Plan, TrainingChoice
 from spotlight.scheduler.types import Node, NodeId, NodeKind, WeightKind
-from spotlight_plan.simulation.costs import ConstantCosts
 from spotlight_plan.simulation.scenario import NodeEvent, PriceChanged, Scenario
 from spotlight_plan.simulation.virtual_rewards import RewardModel
+from tests.simulation.constant_costs import ConstantCosts
 from tests.simulation.faults import Fault, FaultKind, draw_faults
 
 

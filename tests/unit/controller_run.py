@@ -4,29 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from tests.controller_answers import ClusterCommand, cluster_answer, learner_answer
+
 from spotlight.config.sections.evaluation import EvaluationConfig
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.effects import (
-    AbandonLease,
-    CommitCheckpoint,
     DiscardSamples,
     Effect,
-    FinishBatch,
     FinishRun,
     FormGroup,
     GrantLease,
-    PrepareBatch,
-    PublishWeights,
     PullWeights,
     ReportChoice,
-    ReportEvaluation,
     ReportPipeline,
     ScoreSamples,
     StartWorker,
-    StepOptimizer,
-    StopGroup,
-    TrainMicroBatch,
     WriteRecord,
 )
 from spotlight.scheduler.plan import ClusterPlan, Plan
@@ -46,7 +39,6 @@ NODE = Node(
     NodeId("w"), NodeKind.SPOT, gpus=1, gpu_type="H100", price_usd_h=3.0, trains=False, rolls_out=True
 )
 WORKER = WorkerId("w/0")
-CLUSTER = StartWorker | PullWeights | FormGroup | StopGroup | AbandonLease
 TRAIN = [Prompt(PromptId(f"train{n}"), f"{n} circles", {}) for n in range(3)]
 TEST = [Prompt(PromptId("test0"), "a square", {})]
 PLAN = Plan(
@@ -101,7 +93,7 @@ class Run:
         effects = self.controller.handle(event, now)
         self.controller.check()
         self.log += effects
-        hidden = WriteRecord | DiscardSamples | CLUSTER
+        hidden = WriteRecord | DiscardSamples | ClusterCommand
         self.todo += [effect for effect in effects if not isinstance(effect, hidden)]
         for effect in effects:
             self._obey(effect, now)
@@ -109,15 +101,12 @@ class Run:
 
     def _obey(self, effect: Effect, now: float) -> None:
         match effect:
-            case StartWorker(worker, _, _, epoch):
-                self.feed(ev.WorkerStarted(worker, epoch), now)
-            case PullWeights(worker, epoch, version, lineage):
-                self.feed(ev.WeightsPulled(worker, epoch, version, lineage), now)
-            case FormGroup(leader, epoch):
-                self.epoch = epoch
-                self.feed(ev.GroupFormed(leader, epoch), now)
             case GrantLease(lease):
                 self.seen = lease.id
+            case FormGroup(_, epoch):
+                self.epoch = epoch
+        if isinstance(effect, StartWorker | PullWeights | FormGroup) and (answer := cluster_answer(effect)):
+            self.feed(answer, now)
 
     def pull(self, capacity: int, now: float = 0.0) -> list[Effect]:
         return self.feed(ev.GroupPulled(WORKER, self.epoch, capacity, self.seen), now)
@@ -139,26 +128,14 @@ class Run:
                 return [ev.LeaseCompleted(WORKER, lease.id, lease.epoch, lease.rollouts, rollouts[0].version)]
             case ScoreSamples(rollouts):
                 return [self.answer(rollout) for rollout in rollouts]
-            case PrepareBatch(iteration):
-                return [ev.BatchPrepared(iteration)]
-            case TrainMicroBatch(batch, index):
-                return [ev.MicroBatchTrained(batch.iteration, batch.update, index)]
-            case StepOptimizer(iteration, update):
-                return [ev.OptimizerStepped(iteration, update, 0.0, 1.0)]
-            case FinishBatch(iteration):
-                return [ev.BatchFinished(iteration)]
-            case PublishWeights(version):
-                return [ev.WeightsPublished(version)]
-            case ReportEvaluation(iteration):
-                return [ev.EvaluationReported(iteration)]
-            case CommitCheckpoint(iteration):
-                return [ev.CheckpointCommitted(iteration)]
             case ReportPipeline() | ReportChoice():
                 return []
-        raise AssertionError(effect)
+        answer = learner_answer(effect)
+        assert answer is not None, effect
+        return [answer]
 
     def kinds(self) -> list[str]:
-        hidden = WriteRecord | DiscardSamples | GrantLease | ScoreSamples | CLUSTER
+        hidden = WriteRecord | DiscardSamples | GrantLease | ScoreSamples | ClusterCommand
         return [type(effect).__name__ for effect in self.log if not isinstance(effect, hidden)]
 
     def drops(self) -> list[SampleDropped]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from fake_learner import name_of
+from tests.controller_answers import learner_answer
 
 from spotlight.cluster.billing import ClusterAccounts
 from spotlight.cluster.blobs.blob_client import BlobClient
@@ -105,7 +106,7 @@ class FakeBlobStore:
         return Method(call)
 
     def deliver_now(self, event: ev.Event | RolloutSpeed, mark: str = "") -> None:
-        self.mailbox.append(Delivered(event, mark, SPOT.id))
+        self.mailbox.append(Delivered(event, mark))
         if self.asked is not None:
             asked, self.asked = self.asked, None
             taken, self.mailbox = self.mailbox, []
@@ -214,18 +215,12 @@ class FakeLearner:
     async def ask(self, method: Callable[..., Any], *args: Any) -> Any:
         name = name_of(method, args)
         match args:
-            case [ef.PrepareBatch(iteration), _, stored]:
+            case [ef.PrepareBatch(), _, stored]:
                 self.stored.update(stored)
-                answer: Any = ev.BatchPrepared(iteration)
-            case [ef.TrainMicroBatch(batch, index), *_]:
-                answer = ev.MicroBatchTrained(batch.iteration, batch.update, index)
-            case [ef.StepOptimizer(iteration, update), *_]:
+            case [ef.StepOptimizer(), *_]:
                 self.version += 1
-                answer = ev.OptimizerStepped(iteration, update, 0.5, 1.0)
-            case [ef.FinishBatch(iteration), *_]:
-                answer = ev.BatchFinished(iteration)
-            case _:
-                answer = {"take_log": {}, "export": self.directory}.get(name)
+        answer = learner_answer(args[0]) if args else None
+        answer = answer or {"take_log": {}, "export": self.directory}.get(name)
         await self._ask(name)
         return answer
 

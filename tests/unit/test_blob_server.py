@@ -57,8 +57,9 @@ def test_values_are_there_when_their_events_are(tmp_path: Path) -> None:
         values = [progress(f"r{i}", 3, 200_000) for i in range(20)]
         delivering = asyncio.create_task(server.deliver(report(A, 1, *values)))
         taken = await server.take(SOON_S)
-        assert all(store.step_of("progress", f"r{i}", "m") == 3 for i in range(20))
-        assert taken == [Delivered(GroupFormed(A, 1), "m", A), Delivered(GroupStopped(A, 1), "m", A)]
+        kept = [store.get("progress", f"r{i}", "m") for i in range(20)]
+        assert all(each and each.step == 3 for each in kept)
+        assert taken == [Delivered(event, "m") for event in report(A, 1).events]
         await delivering
         assert await server.fetch("progress", ["r4", "other"], "m") == [StoredBlob(3, b"x" * 200_000), None]
         assert await server.fetch("progress", ["r4"]) == [None]
@@ -101,7 +102,7 @@ def test_each_sender_is_heard_in_its_order(
         await asyncio.gather(*delivering)
         for sender in (A, B):
             expected = [event for one in sent if one.worker == sender for event in one.events]
-            assert [delivered.event for delivered in taken if delivered.sender == sender] == expected
+            assert [each.event for each in taken if each.event in expected] == expected
 
     played(scene, tmp_path_factory.mktemp("blobs"), memory_bytes=500)
 
@@ -121,7 +122,7 @@ def test_a_slow_disk_holds_up_its_sender_alone(tmp_path: Path, monkeypatch: pyte
         await asyncio.to_thread(writing.wait, 10)
         second = asyncio.create_task(server.deliver(report(A, 2)))  # needs no disk, but comes after the first
         await server.deliver(report(B, 1, progress("small")))
-        assert {delivered.sender for delivered in await server.take(SOON_S)} == {B}
+        assert [delivered.event for delivered in await server.take(SOON_S)] == [*report(B, 1).events]
         assert await server.fetch("progress", ["small", "large"], "m") == [StoredBlob(0, b"x" * 10), None]
         assert not first.done()
         assert not second.done()
@@ -163,11 +164,11 @@ def test_a_head_that_stands_still_makes_deliveries_wait_their_values_safe(tmp_pa
             asyncio.create_task(server.deliver(report(WorkerId(f"w{i % 3}"), i, progress(f"r{i}"))))
             for i in range(9)
         ]
-        while len(store.names("progress")) < 5:  # two reports are in the box, one of each sender waits
+        while store._index.values < 5:  # two reports are in the box, one of each sender waits
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.05)
         assert sum(task.done() for task in delivering) == 2
-        assert len(store.names("progress")) == 5
+        assert store._index.values == 5
         received = await server.take(0)
         assert len(received) == 4
         while len(received) < 18:
@@ -184,10 +185,10 @@ def test_everything_else_is_the_vaults(tmp_path: Path) -> None:
         assert await server.put("weights", "digest", b"w" * 3000)
         assert not await server.put("weights", "digest", b"w" * 3000)
         assert await server.put("progress", "r1", b"s", "mark", 2)
-        assert (await server.usage()).values == 2
+        assert store._index.values == 2
         await server.drop("weights", ["digest", "never there"])
         assert await server.keep_only("progress", ["r2"]) == 1
-        assert (await server.usage()).values == 0
+        assert store._index.values == 0
 
     played(scene, tmp_path)
     with pytest.raises(ValueError, match="mailbox_events is 0"):

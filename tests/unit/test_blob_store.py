@@ -98,18 +98,20 @@ class VaultLikeADict(RuleBasedStateMachine):
 
     @invariant()
     def says_what_it_holds(self) -> None:
+        index, total = self.store._index, sum(len(kept.data) for kept in self.model.values())
         for kind in ("progress", "sample"):
-            assert self.store.names(kind) == {name for other, name, _ in self.model if other == kind}
-        for kind, name, mark in self.model:
-            assert self.store.step_of(kind, name, mark) == self.model[kind, name, mark].step
-        usage, total = self.store.usage(), sum(len(kept.data) for kept in self.model.values())
-        assert usage.values == len(self.model)
+            names = {name for other, name, _ in self.model if other == kind}
+            assert index.kinds.get(kind, {}).keys() == names
+        for key, kept in self.model.items():
+            entry = index.find(key)
+            assert entry is not None
+            assert entry.step == kept.step
+        assert index.values == len(self.model)
         # The least recently used, and no others, are on disk.
-        assert list(self.store._index.recent) == list(self.recent)
-        assert usage.memory_bytes == sum(self.recent.values()) <= MEMORY
-        assert usage.values_on_disk == len(self.model) - len(self.recent) == len(on_disk(self.directory))
-        assert usage.disk_bytes == total - usage.memory_bytes
-        assert usage.damaged == 0
+        assert list(index.recent) == list(self.recent)
+        assert index.memory_bytes == sum(self.recent.values()) <= MEMORY
+        assert len(self.model) - len(self.recent) == len(on_disk(self.directory))
+        assert index.disk_bytes == total - index.memory_bytes
 
 
 TestVaultLikeADict = VaultLikeADict.TestCase
@@ -153,7 +155,7 @@ def test_threads_lose_nothing_and_never_pass_the_bound(store: BlobStore, tmp_pat
     def watch() -> None:
         nonlocal peak
         while not over.wait(0.0005):  # a busy loop would keep the others from running
-            peak = max(peak, store.usage().memory_bytes)
+            peak = max(peak, store._index.memory_bytes)
 
     threads = [threading.Thread(target=guarded, args=(me,)) for me in range(8)]
     watcher = threading.Thread(target=watch)
@@ -166,12 +168,10 @@ def test_threads_lose_nothing_and_never_pass_the_bound(store: BlobStore, tmp_pat
     watcher.join()
     assert errors == []
     assert 0 < peak <= MEMORY
-    usage = store.usage()
-    assert usage.spills > 50
-    assert len(on_disk(tmp_path)) == usage.values_on_disk
+    assert 10 < len(on_disk(tmp_path)) == store._index.values - len(store._index.recent)
     store.keep_only("own", [])
     store.keep_only("shared", [])
-    assert (store.usage().memory_bytes, store.usage().disk_bytes, on_disk(tmp_path)) == (0, 0, [])
+    assert (store._index.memory_bytes, store._index.disk_bytes, on_disk(tmp_path)) == (0, 0, [])
 
 
 @pytest.mark.parametrize("harm", ["flip", "cut", "empty", "gone", "other", "unreadable"])
@@ -200,8 +200,7 @@ def test_a_damaged_file_is_absent_and_logged(
         assert store.get("progress", "r1", "m") is None
     assert str(first) in caplog.text
     assert "progress of r1 at step 3 (weights m)" in caplog.text
-    assert store.step_of("progress", "r1", "m") is None
-    assert (store.usage().damaged, store.usage().disk_bytes) == (1, 900)
+    assert (store._index.values, store._index.disk_bytes) == (1, 900)
     assert store.get("progress", "r2", "m") == StoredBlob(3, b"y" * 900)
     assert store.put("progress", "r1", b"again", weights_digest="m", step=1)  # made again where it is needed
 
@@ -252,7 +251,7 @@ for name, size, step in later:
 assert refused == ["new", "5 before", "large", "0 before"], refused
 put("6 before", 10_000, 2)                                # in place of an older step: needs no room
 assert {name: store.get("progress", name) for name in acknowledged} == acknowledged
-assert store.names("progress") == set(acknowledged) and store.usage().memory_bytes <= 100_000
+assert store._index.values == len(acknowledged) and store._index.memory_bytes <= 100_000
 free()
 for name, size, step in later:
     put(name, size, step)
@@ -313,12 +312,12 @@ def test_values_that_go_while_they_are_written_free_their_memory_and_leave_no_fi
         putting = threads.submit(store.put, "progress", "new", b"n" * 125)
         assert disk.during.wait(10)
         store.drop("progress", ["a", "b"])  # of which "a" is being written
-        assert store.usage().memory_bytes == 7 * 120  # its bytes are still there
+        assert store._index.memory_bytes == 7 * 120  # its bytes are still there
         assert store.put("progress", "c", b"", step=1)  # fits: does not wait for the disk
         disk.go_on.set()
         assert isinstance(putting.exception(10), StoreError if full else NoneType)
     assert on_disk(tmp_path) == []
-    assert store.usage().memory_bytes == 5 * 120 + (0 if full else 125)
+    assert store._index.memory_bytes == 5 * 120 + (0 if full else 125)
     assert store.get("progress", "a") is None
     assert store.get("progress", "new") == (None if full else StoredBlob(0, b"n" * 125))
 

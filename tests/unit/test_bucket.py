@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import json
 import random
+import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -22,8 +23,10 @@ from spotlight.store.manifest import CheckpointHeader
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.run_store import stored_runs
 from spotlight.store.store_errors import RunInUseError
+from spotlight_bucket import bucket_runs, replicator
 from spotlight_bucket.bucket_objects import BucketError, Objects, Version, _in_words
-from spotlight_bucket.lease import HEAD, claim
+from spotlight_bucket.bucket_runs import BUCKET_RUNS
+from spotlight_bucket.lease import HEAD, claim, holder_of
 from spotlight_bucket.local_copies import ReadCopy, bring_to_work, folder_of, is_light, working_copy
 from spotlight_bucket.replicator import Place, Replicator
 from spotlight_bucket.run_files import consistent_files
@@ -185,6 +188,70 @@ def test_chunks_that_are_garbage_are_not_taken_for_ones_that_are_there(
     later.checkpoint(1)
     later.replicator.sync()
     assert weights not in later.replicator.newest.chunks
+
+
+def test_a_snapshot_whose_answer_was_lost_fences_nobody(tmp_path: Path) -> None:
+    class Unanswered(Objects):
+        loses = False
+
+        def create(self, name: str, content: bytes) -> bool:
+            made = super().create(name, content)
+            if self.loses:
+                self.loses = False
+                raise BucketError("the connection was lost before the answer")
+            return made
+
+    objects = Unanswered(MemoryStore(), "s3://bucket/demo")
+    head = Head(tmp_path / "one", objects, ONE)
+    head.begin()
+    head.checkpoint(1)
+    objects.loses = True
+    with pytest.raises(BucketError, match="before the answer"):
+        head.replicator.sync()
+    (head.run / "metrics.jsonl").write_text("{}\n")  # the run goes on meanwhile
+    head.replicator._looks_again = True
+    assert head.replicator.sync()
+    newest = newest_snapshot(objects)
+    assert newest is not None
+    assert newest == head.replicator.newest
+    assert "metrics.jsonl" in newest.files
+
+
+def test_a_head_renews_its_lease_while_it_brings_a_run_and_while_it_sends_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow(Objects):
+        looked = 0
+
+        def get(self, name: str, bytes_max: int) -> tuple[bytes, Version] | None:
+            self._wait(name)
+            return super().get(name, bytes_max)
+
+        def put(self, name: str, content: bytes) -> None:
+            self._wait(name)
+            super().put(name, content)
+
+        def _wait(self, name: str) -> None:
+            if name.startswith(CHUNKS):
+                self.looked += 1
+                before, ends_s = holder_of(self), time.monotonic() + 5
+                while holder_of(self) == before:
+                    assert time.monotonic() < ends_s, "another head may take the run over meanwhile"
+                    time.sleep(0.01)
+
+    objects = Slow(MemoryStore(), "s3://bucket/runs/demo")
+    monkeypatch.setattr(bucket_runs, "open_objects", lambda address: objects)
+    monkeypatch.setattr(replicator, "RENEWED_EVERY_S", 0.02)
+    with BUCKET_RUNS.work("s3://bucket/runs", "demo", tmp_path / "one", quiet) as runs_dir:
+        (runs_dir / "demo").mkdir()
+        (runs_dir / "demo" / "config.yaml").write_text("name: demo")
+    sent = objects.looked
+    with BUCKET_RUNS.work("s3://bucket/runs", "demo", tmp_path / "two", quiet) as runs_dir:
+        assert (runs_dir / "demo" / "config.yaml").is_file()
+    assert objects.looked > sent > 0
+    holder = holder_of(objects)
+    assert holder is not None
+    assert holder.released
 
 
 def test_a_copy_from_which_another_machine_went_on_is_replaced(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import sqlite3
@@ -43,7 +44,8 @@ from spotlight.store.metrics import MetricsRow, MetricsWriter
 from spotlight.store.run_directory import RunPaths
 from spotlight_dashboard import answers as answers_module
 from spotlight_dashboard.figures import Json, thinned
-from spotlight_dashboard.run_folders import RunFolder, find_runs
+from spotlight_dashboard.run_folders import RunFolder
+from spotlight_dashboard.shown_runs import ShownRuns
 from spotlight_dashboard.views.findings import findings
 from spotlight_dashboard.views.sample_nodes import nodes_of
 
@@ -346,7 +348,7 @@ def test_nobody_waits_for_an_audit_that_another_has_asked_for(
     places: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = answers_module.RunAnswers()
-    runs = find_runs([places])
+    runs = asyncio.run(ShownRuns([places]).look())
 
     def meanwhile(run: RunFolder) -> Json:
         assert answers.answer(runs["wild"], "audit", {"now": "1"}) == {"ok": None, "running": True}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -33,7 +34,8 @@ from spotlight_dashboard import alerts
 from spotlight_dashboard import answers as answers_module
 from spotlight_dashboard.alerts import Alert, AlertWatch, post_alert, watch_runs
 from spotlight_dashboard.answers import RunAnswers
-from spotlight_dashboard.run_folders import RunFolder, find_runs
+from spotlight_dashboard.run_folders import RunFolder
+from spotlight_dashboard.shown_runs import ShownRuns
 from spotlight_dashboard.views.findings import RunLimits, RunOutlook, findings
 from spotlight_dashboard.views.money import money
 from spotlight_dashboard.views.overview import history_and_findings, nodes_now, spot_gone_at
@@ -132,7 +134,7 @@ def live(place: Path) -> Iterator[tuple[SqliteLedger, dict[str, RunFolder]]]:
     with SqliteLedger(paths.ledger) as ledger:
         begin(ledger)
         bill(ledger, Phase.TRAINING, 700)
-        yield ledger, find_runs([place])
+        yield ledger, asyncio.run(ShownRuns([place]).look())
 
 
 def begin(ledger: SqliteLedger) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import os
@@ -20,7 +21,8 @@ from tests.unit.store_history import SCRATCH
 
 from spotlight_dashboard import answers as answers_module
 from spotlight_dashboard.prometheus import CONTENT_TYPE, RunFigure, exposition
-from spotlight_dashboard.run_folders import RunFolder, find_runs
+from spotlight_dashboard.run_folders import RunFolder
+from spotlight_dashboard.shown_runs import ShownRuns
 
 PROMTOOL = shutil.which("promtool")
 MONITORING = Path(__file__).parents[2] / "monitoring"
@@ -128,7 +130,7 @@ def test_figures_of_a_run_that_has_ended_are_made_once(place: Path, monkeypatch:
 
     monkeypatch.setattr(answers_module, "run_figures", counted)
     monkeypatch.setattr(answers_module, "_STALE_S", 1e-6)  # time passes
-    answers, run = answers_module.RunAnswers(), find_runs([place])["wild"]
+    answers, run = answers_module.RunAnswers(), asyncio.run(ShownRuns([place]).look())["wild"]
     for _ in range(3):
         answers.figures(run)
     assert made == ["wild"]

@@ -58,7 +58,8 @@ from spotlight_dashboard import shown_runs as shown_module
 from spotlight_dashboard.figures import Json
 from spotlight_dashboard.page_files import PAGE_FILES, page_file
 from spotlight_dashboard.report_pictures import PictureBudget, embedded
-from spotlight_dashboard.run_folders import RunFolder, find_runs
+from spotlight_dashboard.run_folders import RunFolder
+from spotlight_dashboard.shown_runs import ShownRuns
 
 # -- what it refuses --
 
@@ -110,7 +111,8 @@ def test_links_out_of_a_run_are_not_followed(places: Path, empty_place: Path) ->
 def test_runs_of_one_name_are_told_apart(places: Path, tmp_path: Path) -> None:
     (tmp_path / "wild").mkdir()
     (tmp_path / "wild" / "config.yaml").write_text("{}")
-    assert list(find_runs([places / "wild", tmp_path, places])) == ["wild", "wild~2", "new"]
+    runs = asyncio.run(ShownRuns([places / "wild", tmp_path, places]).look())
+    assert list(runs) == ["wild", "wild~2", "new"]
 
 
 @pytest.mark.parametrize("method", ["post", "put", "delete", "patch"])

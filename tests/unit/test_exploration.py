@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from tests.simulation.constant_costs import ConstantCosts
 from tests.simulation.faulty_simulation import FaultySimulation
 
 from spotlight.config.requires import problems_of
@@ -27,7 +28,6 @@ from spotlight.scheduler.policies.exploration.explorer import Explorer
 from spotlight.scheduler.policies.exploration.window import ExploredGroup
 from spotlight.scheduler.records import RolloutIssued, SampleDropped, SampleExplored, SampleTrained
 from spotlight.scheduler.types import Node, NodeId, NodeKind, PolicyVersion, Purpose, Rollout
-from spotlight_plan.simulation.costs import ConstantCosts
 from spotlight_plan.simulation.scenario import Scenario
 from spotlight_plan.simulation.virtual_rewards import RewardModel
 from spotlight_plan.simulation.virtual_workers import Receipt

@@ -12,27 +12,34 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
+from kept_tiles import read_tiles
 from PIL import Image, PngImagePlugin
 from rich.console import Console
+from safetensors.torch import save_file
 from torch import nn
 from typer.testing import CliRunner
 
 from spotlight.cli.main import app
 from spotlight.models.slots import CopySlots
-from spotlight.store.images import read_tile_note, read_tiles
+from spotlight.store.images import read_tile_note
 from spotlight.store.ledger.history import AttemptRecord, state_of
 from spotlight.store.ledger.ledger_schema import Ending
-from spotlight.store.manifest import Damage, read_manifest
+from spotlight.store.manifest import CheckpointHeader, CheckpointManifest, Damage, read_manifest, render
 from spotlight.store.metrics import read_metrics
 from spotlight.store.picture_names import tile_path
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.shown_media import FRAMES_MAX, shown_media
 from spotlight.training.learner_state import INDEX, StateError, load_weights
 from spotlight_dashboard.report_pictures import embedded
+from spotlight_files.lora_file import read_lora
+from spotlight_files.model_errors import ModelError
+from spotlight_files.pipeline_files import read_json
 from spotlight_fleet.traces.trace import TraceError
 from spotlight_fleet.traces.trace_files import parse_trace
 from spotlight_rewards.base.file_errors import StoreError
@@ -128,6 +135,69 @@ def test_a_checkpoint_whose_manifest_is_nested_without_end_is_damaged(tmp_path: 
     (tmp_path / "manifest.json").write_text("[" * 100_000, encoding="utf-8")
     with soon():
         assert isinstance(read_manifest(tmp_path), Damage)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"iteration": "soon"},
+        {"iteration": 1.5},
+        {"ledger_position": None},
+        {"config_digest": 3},
+        {"versions": [1]},
+        {"contents": "none"},
+    ],
+)
+def test_a_checkpoint_whose_header_is_of_other_types_is_damaged(
+    wrong: dict[str, Any], tmp_path: Path
+) -> None:
+    header = {"iteration": 1, "ledger_position": 0, "config_digest": "", "package_version": "", **wrong}
+    (tmp_path / "manifest.json").write_bytes(render(CheckpointManifest(CheckpointHeader(**header), {})))
+    assert isinstance(read_manifest(tmp_path), Damage)
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, f'{{"a": {"1" * 5000}}}', "\N{PILE OF POO}", None])
+def test_a_models_configuration_of_nonsense_is_the_models_error(content: str | None, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    if content is None:
+        os.mkfifo(file)
+    else:
+        file.write_text(content, encoding="utf-8")
+    with soon(), pytest.raises(ModelError, match=r"config\.json is not JSON"):
+        read_json(file)
+
+
+A, B = "transformer.to_q.lora_A.weight", "transformer.to_q.lora_B.weight"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "about"),
+    [
+        ({}, "[]"),
+        ({}, "[" * 100_000),
+        ({}, '{"transformer.lora_alpha": "much"}'),
+        ({}, '{"transformer.lora_alpha": NaN}'),
+        ({}, '{"transformer.lora_alpha": 0}'),
+        ({"transformer.to_q.alpha": torch.ones(2)}, "{}"),
+        ({A: torch.ones(())}, "{}"),
+        ({A: torch.ones(0, 8), B: torch.ones(8, 0)}, "{}"),
+    ],
+)
+def test_a_lora_of_nonsense_is_the_models_error(
+    tensors: dict[str, torch.Tensor], about: str, tmp_path: Path
+) -> None:
+    whole = {A: torch.ones(4, 8), B: torch.ones(8, 4), **tensors}
+    save_file(whole, tmp_path / "lora.safetensors", {"lora_adapter_metadata": about})
+    with pytest.raises(ModelError, match=r"lora\.safetensors"):
+        read_lora("QwenImagePipeline", str(tmp_path / "lora.safetensors"))
+
+
+def test_a_learners_step_beyond_all_numbers_is_an_unusable_state(tmp_path: Path) -> None:
+    steps = json.dumps({"weight": 10**400})
+    index = f'{{"format": 1, "steps": 0, "batches": 0, "optimizer_steps": {steps}, "shapes": {{}}}}'
+    (tmp_path / INDEX).write_text(index, encoding="utf-8")
+    with pytest.raises(StateError, match="cannot be read"):
+        load_weights(tmp_path, CopySlots(nn.Linear(1, 1), []))
 
 
 @pytest.mark.parametrize("steps", ["[" * 100_000, "1e999"])

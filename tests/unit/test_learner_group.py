@@ -266,7 +266,7 @@ def test_a_rank_killed_at_the_same_point_every_time_ends_the_run_if_its_nodes_st
         world = World(**{"accumulate" if while_up else "load_model": PENDING})
         world.launcher.left = set(range(1, lives + 1)) if left else set()
         world.restore(None, 1)
-        while not world.failed and world.group.life < lives:
+        while not world.failed and len(world.launcher.lives) < lives:
             await asyncio.sleep(70)
             world.accumulate("never")
             await settle()

@@ -310,6 +310,24 @@ def test_a_node_whose_files_are_not_the_hubs_is_refused_and_leaves_none(
     assert content(model_directory(here, HUB_ID) / "snapshots" / COMMIT)[false] != data
 
 
+@pytest.mark.parametrize("cut", ["transformer/a.safetensors", "vae/config.json"])
+def test_a_node_whose_file_is_cut_costs_no_whole_one_that_is_here(
+    cut: str, there: Path, here: Path, tmp_path: Path
+) -> None:
+    keep_list(there, here)
+    fill_cache(tmp_path / "other")
+    damaged = (model_directory(tmp_path / "other", HUB_ID) / "snapshots" / COMMIT / cut).resolve()
+    kept = model_directory(here, HUB_ID) / "blobs" / damaged.name
+    kept.parent.mkdir()
+    whole = damaged.read_bytes()
+    kept.write_bytes(whole)
+    damaged.write_bytes(whole[:-1])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("spotlight_files.hub_snapshot.check_weights", lambda folder: None)
+        fetch_checked(here, Near(tmp_path / "other"))
+    assert kept.read_bytes() == whole
+
+
 def test_without_the_hubs_list_it_is_told_what_was_not_checked(
     there: Path, here: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from test_cluster import PLAN, SPOT, V0, Room, of, only
+from tests.controller_answers import learner_answer
 
 from spotlight.config.sections.pipeline import PipelineConfig
 from spotlight.scheduler import effects as ef
@@ -170,21 +171,9 @@ def learn(room: Room, effects: list[ef.Effect]) -> list[ef.Effect]:
     came = list(effects)
     todo = list(effects)
     while todo:
-        match todo.pop(0):
-            case ef.PrepareBatch(iteration):
-                answer: ev.Event = ev.BatchPrepared(iteration)
-            case ef.TrainMicroBatch(batch, index):
-                answer = ev.MicroBatchTrained(batch.iteration, batch.update, index)
-            case ef.StepOptimizer(iteration, update):
-                answer = ev.OptimizerStepped(iteration, update, 0.0, 1.0)
-            case ef.FinishBatch(iteration):
-                answer = ev.BatchFinished(iteration)
-            case ef.PublishWeights(version):
-                answer = ev.WeightsPublished(version)
-            case ef.CommitCheckpoint(iteration):
-                answer = ev.CheckpointCommitted(iteration)
-            case _:
-                continue
+        answer = learner_answer(todo.pop(0))
+        if answer is None:
+            continue
         more = room.feed(answer)
         came += more
         todo += more

@@ -10,13 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from kept_tiles import read_tiles
 from safetensors.torch import load_file
 from store_history import SCRATCH
 from tests.power_cut import watched, write_tree
 
 from spotlight.runtime.conclusion import compare
 from spotlight.store.checkpoints import CheckpointStore
-from spotlight.store.images import Tile, drawn_iterations, drop_pictures, read_tiles, write_grid
+from spotlight.store.images import Tile, drawn_iterations, drop_pictures, write_grid
 from spotlight.store.manifest import CheckpointHeader
 from spotlight.store.metrics import MetricsRow, MetricsWriter, read_metrics
 from spotlight.store.run_directory import RunDirectory

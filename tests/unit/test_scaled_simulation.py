@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+from tests.simulation.constant_costs import ConstantCosts
 from tests.simulation.spot_market import market
 
 from spotlight.config.sections.evaluation import EvaluationConfig
@@ -15,7 +16,6 @@ from spotlight.scheduler.plan import ClusterPlan, FleetSettings, Plan
 from spotlight.scheduler.policies.target.choose_nodes import TargetDecision
 from spotlight.scheduler.policies.target.hold_target import HoldTarget
 from spotlight.scheduler.types import Node, NodeId, NodeKind
-from spotlight_plan.simulation.costs import ConstantCosts
 from spotlight_plan.simulation.scenario import Scenario, SimulationResult
 from spotlight_plan.simulation.virtual_driver import Simulation
 

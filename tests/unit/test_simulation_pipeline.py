@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from functools import cache
 
 import pytest
+from tests.simulation.constant_costs import ConstantCosts
 
 from spotlight.config.sections.evaluation import EvaluationConfig
 from spotlight.config.sections.pipeline import PipelineConfig
@@ -26,7 +27,6 @@ from spotlight_plan.scenarios.scenario_load import load_scenario
 from spotlight_plan.scenarios.strategies import PipelinePart, UnknownStrategyError, strategy_named
 from spotlight_plan.scenarios.strategy_scenario import scenario_of
 from spotlight_plan.search import Goal, SearchResult, search
-from spotlight_plan.simulation.costs import ConstantCosts
 from spotlight_plan.simulation.scenario import Scenario, SimulationResult
 from spotlight_plan.simulation.virtual_driver import simulate
 from spotlight_plan.strategy_runs import StrategyRuns
@@ -269,19 +269,19 @@ def test_a_slower_gpu_takes_longer_for_everything(name: str) -> None:
 def test_fast_and_slow_gpus_share_the_rollouts_by_pulling() -> None:
     """Each does as much as it is fast: four H100 and eight L40S, none idle for more than a lease."""
     file = load_scenario("mixed-512", ["trace={kind: always_on}", "run.iterations=2", "run.noise=0"])
-    result = simulate(
-        scenario_of(
-            prepare(file, ("spot_rollout_only",), NOW), strategy_named("spot_rollout_only"), timelines=True
-        )
-    )
+    prepared = prepare(file, ("spot_rollout_only",), NOW)
+    scenario = scenario_of(prepared, strategy_named("spot_rollout_only"), timelines=True)
+    types = {node.id: node.gpu_type for node in nodes(scenario)}
+    result = simulate(scenario)
     second = result.iterations[1]
     worked = {"H100": 0.0, "L40S": 0.0}
     ends = {"H100": 0.0, "L40S": 0.0}
     for gpu in result.gpus:
         for part in gpu.segments:
             if part.phase is Phase.ROLLOUT and part.start_s >= second.start_s:
-                worked[gpu.gpu_type] += part.end_s - part.start_s
-                ends[gpu.gpu_type] = max(ends[gpu.gpu_type], part.end_s)
+                kind = types[gpu.node]
+                worked[kind] += part.end_s - part.start_s
+                ends[kind] = max(ends[kind], part.end_s)
     costs = ProfileCosts(load_profile("flux1-12b"), ProfiledWorkload(512 * 512, 4, "H100"))
     lease_s = {
         gpu: 20 * costs.denoise_step_s(gpu, 512 * 512, size, 1) for gpu, size in (("H100", 4), ("L40S", 2))

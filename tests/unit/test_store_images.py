@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kept_tiles import read_tiles
 from PIL import Image, ImageFont
 
 from spotlight.store.images import (
@@ -15,7 +16,6 @@ from spotlight.store.images import (
     drawn_iterations,
     drop_pictures,
     read_tile_note,
-    read_tiles,
     write_comparison,
     write_grid,
     write_progress,

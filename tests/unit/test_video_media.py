@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kept_tiles import read_tiles
 from PIL import Image
 
 from spotlight.config.load import load_config
 from spotlight.registry import FAMILIES
 from spotlight.runtime.assembly.components import cluster_plan_of
 from spotlight.runtime.assembly.controller_plan import FRAMES_PER_LATENT
-from spotlight.store.images import Tile, drop_pictures, read_tiles, write_comparison, write_grid
+from spotlight.store.images import Tile, drop_pictures, write_comparison, write_grid
 from spotlight.store.run_directory import RunPaths
 from spotlight_rewards import reward_registry
 from spotlight_rewards.base.media_files import encode_video

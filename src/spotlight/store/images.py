@@ -135,12 +135,8 @@ def drawn_iterations(paths: RunPaths, folder: str = TILES) -> list[int]:
     return sorted({iteration for iteration, _ in stored_tiles(paths, folder)})
 
 
-def read_tiles(paths: RunPaths, iteration: int) -> tuple[Tile, ...]:
-    """One evaluation's tiles, in grid order. Raises StoreError for a file that is not a tile."""
-    return tuple(_read_tile(paths, path) for path in tiles_of(paths, iteration))
-
-
-def _read_tile(paths: RunPaths, path: Path) -> Tile:
+def read_tile(paths: RunPaths, path: Path) -> Tile:
+    """Raises StoreError for a file that is not a tile."""
     try:
         with open_picture(path) as image:
             caption, score = image.info["caption"], float(image.info["score"])
@@ -159,7 +155,7 @@ def _whole_tiles(paths: RunPaths, iteration: int) -> Iterator[Tile]:
     """Those that can be read: a picture that was lost must not end a run that is trained."""
     for path in tiles_of(paths, iteration):
         try:
-            yield _read_tile(paths, path)
+            yield read_tile(paths, path)
         except StoreError as error:
             log.warning("left out of the comparison: %s", error)
 

@@ -11,8 +11,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from spotlight_rewards.base.file_errors import StoreError
 from spotlight_rewards.base.files import open_regular
+from spotlight_rewards.base.typed_json import typed
 
 MANIFEST = "manifest.json"
 _ADDED = ("ledger_sha256", "versions", "contents")
@@ -55,6 +58,9 @@ class CheckpointManifest:
 
     header: CheckpointHeader
     files: Mapping[str, FileEntry]
+
+
+_MANIFEST = TypeAdapter(CheckpointManifest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,13 +120,9 @@ def read_manifest(directory: Path) -> CheckpointManifest | Damage:
     with open_regular(path) as file:
         content = file.read()
     try:
-        body = json.loads(content)
-        manifest = CheckpointManifest(
-            CheckpointHeader(**body["header"]),
-            {name: FileEntry(**entry) for name, entry in body["files"].items()},
-        )
+        manifest = typed(_MANIFEST, json.loads(content), "manifest")
         expected = render(manifest)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, RecursionError):
         return Damage(directory.name, MANIFEST, "a manifest", f"{len(content)} bytes that are none")
     if content != expected:
         listed = f"sha256 {_text_hash(expected.decode())}"

@@ -135,7 +135,7 @@ def load(directory: Path, slots: WeightSlots, optimizer: Optimizer) -> Counters:
     for name, step in steps.items():
         parameter = parameters[name]
         optimizer.state[parameter] = {
-            "step": torch.tensor(float(step), device=parameter.device),
+            "step": torch.tensor(step, device=parameter.device),
             **{moment: targets[f"{_OPTIMIZER}{moment}.{name}"] for moment in _MOMENTS},
         }
     return index.counters
@@ -193,7 +193,7 @@ def _optimizer_state(slots: WeightSlots, optimizer: Optimizer) -> Iterator[tuple
 @dataclass(frozen=True, slots=True)
 class _StateIndex:
     counters: Counters
-    optimizer_steps: dict[str, int]
+    optimizer_steps: dict[str, float]
     shapes: dict[str, list[int]]
     base: str
 
@@ -209,7 +209,7 @@ def _read_index(path: Path) -> _StateIndex:
         return _StateIndex(
             # Older states lack samples; their runs schedule by iteration.
             Counters(int(index["steps"]), int(index["batches"]), int(index.get("samples", 0))),
-            {str(name): int(step) for name, step in index["optimizer_steps"].items()},
+            {str(name): float(step) for name, step in index["optimizer_steps"].items()},
             {str(name): [int(n) for n in shape] for name, shape in index["shapes"].items()},
             str(index.get("base", "")),
         )

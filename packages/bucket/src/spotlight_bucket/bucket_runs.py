@@ -45,12 +45,11 @@ class BucketRuns:
             before = newest_snapshot(objects)
             lease = claim(objects, copy.id, note, before.epoch if before else 0, cluster)
             base = take_over(objects, lease.holder.epoch, copy.id)
-            bring_to_work(copy, base, objects, note)
-            place = Place(copy.run, copy.backup, copy.id, objects)
-            replicator = Replicator(place, base, note)
-            with replicator.sender:
+            replicator = Replicator(Place(copy.run, copy.backup, copy.id, objects), base, note)
+            with replicator.sender, replicator.renewing(lease):
+                bring_to_work(copy, base, objects, note)
                 try:
-                    with replicator.running(lease, _stop_this_run):
+                    with replicator.running(_stop_this_run):
                         yield copy.runs_dir
                 finally:
                     if replicator.fenced is not None:

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import socket
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -49,18 +50,21 @@ class Holder:
 
 
 class HeadLease:
-    """This process's lease. Methods raise :class:`BucketError`."""
+    """This process's lease. Methods raise :class:`BucketError`; threads may share one."""
 
     def __init__(self, objects: Objects, holder: Holder) -> None:
-        self._objects, self.holder = objects, holder
+        self._objects, self.holder, self._lock = objects, holder, threading.Lock()
 
     def renew(self) -> bool:
-        """Whether this head still has the run."""
-        return self._write(replace(self.holder, renewals=self.holder.renewals + 1))
+        """Whether this head still has the run, or has let it go."""
+        with self._lock:
+            wanted = replace(self.holder, renewals=self.holder.renewals + 1)
+            return self.holder.released or self._write(wanted)
 
     def release(self) -> None:
         """Let the next head start at once."""
-        self._write(replace(self.holder, released=True))
+        with self._lock:
+            self._write(replace(self.holder, released=True))
 
     def _write(self, wanted: Holder) -> bool:
         found = self._objects.get(HEAD, _BYTES_MAX)

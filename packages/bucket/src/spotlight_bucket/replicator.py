@@ -66,6 +66,9 @@ class Replicator:
         self._garbage = set(base.garbage)
         self._looks_again = True
         self._pointer: bytes | None = None
+        self._adding: RunSnapshot | None = None
+        """May be in the chain, as the answer may be lost: nothing else may have its number."""
+        self._stop = _nothing
 
     def sync(self) -> bool:
         """Add a snapshot, if the run has changed. Raises StoreError, of the bucket or the disk."""
@@ -91,6 +94,8 @@ class Replicator:
         return True
 
     def _look(self) -> None:
+        if self._adding is not None:
+            self._add(self._adding)
         there = self.sender.look(self._gone)
         self._garbage |= there - self.newest.chunks  # of heads that ended before a snapshot named it
         self._looks_again = False
@@ -98,9 +103,12 @@ class Replicator:
     def _append(self, new: RunSnapshot) -> None:
         used = new.chunks.union(*self._before)
         self._garbage -= used
-        new = RunSnapshot(new.serial, new.epoch, new.copy, new.files, tuple(sorted(self._garbage)))
+        self._adding = dataclasses.replace(new, garbage=tuple(sorted(self._garbage)))
+        self._add(self._adding)
+
+    def _add(self, new: RunSnapshot) -> None:
         append(self._place.objects, new)
-        self.newest = new
+        self.newest, self._adding = new, None
         self._gone |= self._garbage
         self._before.append(new.chunks)
         self.sender.forget(new.garbage)
@@ -112,35 +120,39 @@ class Replicator:
         self._place.objects.delete([*outdated, *(f"{CHUNKS}/{each}" for each in new.garbage)])
 
     @contextmanager
-    def running(self, lease: HeadLease, on_fenced: Callable[[], None]) -> Iterator[None]:
-        """Replicate and renew the lease within the block.
+    def renewing(self, lease: HeadLease) -> Iterator[None]:
+        """Renew the lease within the block: to bring a run, or to send its end, may take longer."""
+        ends = threading.Event()
+        threading.Thread(target=self._renew, args=(lease, ends), name="lease", daemon=True).start()
+        try:
+            yield
+        finally:
+            ends.set()
+
+    @contextmanager
+    def running(self, on_fenced: Callable[[], None]) -> Iterator[None]:
+        """Replicate within the block.
 
         Args:
             on_fenced: called once, from a thread, when another head has taken the run over.
+
+        Raises:
+            FencedError: one has already.
         """
+        self._stop = on_fenced
+        if self.fenced is not None:
+            raise self.fenced
         ends = threading.Event()
-
-        def fenced(error: FencedError) -> None:
-            if self.fenced is None:
-                self.fenced = error
-                ends.set()
-                self._note(str(error))
-                on_fenced()
-
-        threads = [
-            threading.Thread(target=self._replicate, args=(ends, fenced), name="replicator", daemon=True),
-            threading.Thread(target=self._renew, args=(lease, ends, fenced), name="lease", daemon=True),
-        ]
-        for thread in threads:
-            thread.start()
+        thread = threading.Thread(target=self._replicate, args=(ends,), name="replicator", daemon=True)
+        thread.start()
         try:
             yield
         finally:
             ends.set()
             if not isinstance(sys.exception(), KeyboardInterrupt):  # which ends at once
                 with self._telling():
-                    for thread in threads:
-                        thread.join()
+                    thread.join()
+            self._stop = _nothing
 
     def finish(self, patience_s: float) -> None:
         """Send the final state, and say so.
@@ -148,10 +160,10 @@ class Replicator:
         Raises:
             StoreError: the bucket did not take it within ``patience_s``.
         """
-        if self.fenced is not None:
-            raise self.fenced
         began_s, wait_s, told = time.monotonic(), _PATIENCE_S[0], False
         while True:
+            if self.fenced is not None:
+                raise self.fenced
             try:
                 with self._telling():
                     self.sync()
@@ -188,16 +200,22 @@ class Replicator:
             ends.set()
             thread.join()
 
-    def _replicate(self, ends: threading.Event, fenced: Callable[[FencedError], None]) -> None:
+    def _fence(self, error: FencedError) -> None:
+        if self.fenced is None:
+            self.fenced = error
+            self._note(str(error))
+            self._stop()
+
+    def _replicate(self, ends: threading.Event) -> None:
         failing, wait_s, due_s, tries_after_s = False, _LOOKS_EVERY_S, 0.0, _PATIENCE_S[0]
-        while not ends.wait(wait_s):
+        while self.fenced is None and not ends.wait(wait_s):
             wait_s = _LOOKS_EVERY_S
             if not failing and pointer_of(self._place.run) == self._pointer and time.monotonic() < due_s:
                 continue
             try:
                 self.sync()
             except FencedError as error:
-                fenced(error)
+                self._fence(error)
             except (StoreError, OSError) as error:
                 if not failing:
                     self._note(f"the run goes on without its bucket, which is tried again: {error}")
@@ -209,8 +227,8 @@ class Replicator:
                     self._note(f"{self._place.objects.address} answers again, and holds all of the run")
                 failing, tries_after_s = False, _PATIENCE_S[0]
 
-    def _renew(self, lease: HeadLease, ends: threading.Event, fenced: Callable[[FencedError], None]) -> None:
-        while not ends.wait(RENEWED_EVERY_S):
+    def _renew(self, lease: HeadLease, ends: threading.Event) -> None:
+        while self.fenced is None and not ends.wait(RENEWED_EVERY_S):
             try:
                 if not lease.renew():
                     raise FencedError(
@@ -218,6 +236,10 @@ class Replicator:
                         "of another epoch, so this one ends."
                     )
             except FencedError as error:
-                fenced(error)
+                self._fence(error)
             except BucketError as error:
                 log.warning("the lease is not renewed: %s", error)
+
+
+def _nothing() -> None:
+    """There is no run to stop."""

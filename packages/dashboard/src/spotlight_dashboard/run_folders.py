@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -107,20 +107,11 @@ class Settings:
         value = self._at(key)
         return value if isinstance(value, str) else ""
 
-    def has(self, key: str) -> bool:
-        """Whether the key is set, to something other than null or an empty section."""
-        return bool(self._at(key))
-
     def _at(self, key: str) -> object:
         value: object = self.tree
         for part in key.split("."):
             value = value.get(part) if isinstance(value, dict) else None
         return value
-
-
-def find_runs(places: Sequence[Path]) -> dict[str, RunFolder]:
-    """The runs at ``places``, each a run directory or a folder of them, by name."""
-    return named(run for place in places for each in folders_at(place) if (run := run_at(each)))
 
 
 def named(paths: Iterable[Path]) -> dict[str, RunFolder]:

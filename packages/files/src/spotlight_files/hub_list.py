@@ -97,11 +97,12 @@ def require_listed(offer: SnapshotManifest, listed: Listed, blobs: Path) -> None
     """
     for file in offer.files:
         entry, blob = listed.get(file.path), blobs / file.blob
-        if entry is not None and entry.sha256 is None and file.bytes == entry.bytes:
+        size = blob.stat().st_size  # not what was offered: a whole one may have been here before
+        if entry is not None and entry.sha256 is None and size == entry.bytes:
             content = blob.read_bytes()  # small, or the hub would have hashed it
             same = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest() == entry.git_sha1
         else:
-            same = entry is not None and (file.sha256, file.bytes) == (entry.sha256, entry.bytes)
+            same = entry is not None and (file.sha256, size) == (entry.sha256, entry.bytes)
         if not same:
             blob.unlink(missing_ok=True)
             raise SourceLostError(

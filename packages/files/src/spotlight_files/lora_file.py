@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ LORA_FILE = "pytorch_lora_weights.safetensors"
 """The file name that ``load_lora_weights(directory)`` expects."""
 TRANSFORMER = "transformer"
 _PEFT_CONFIG = "adapter_config.json"
+_UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, SafetensorError)
 _MERGE = "merge it into the transformer with diffusers' fuse_lora and give that as model.transformer"
 
 
@@ -84,13 +86,15 @@ def _read(pipeline_class: str, path: str) -> LoraFile:
     try:
         file = lora_file_of(path)
         tensors, about = _opened(file)
-    except (OSError, ValueError, SafetensorError) as error:
+        converted, alphas = _converted(pipeline_class, tensors, path)
+        return _of_one_rank(converted, alphas, about, path)
+    except ModelError:
+        raise
+    except _UNREADABLE as error:
         raise ModelError(
             f"model.lora: cannot read a LoRA from {path} ({error}): give a .safetensors file, a directory "
             f"with {LORA_FILE}, or a hub id"
         ) from error
-    converted, alphas = _converted(pipeline_class, tensors, path)
-    return _of_one_rank(converted, alphas, about, path)
 
 
 def lora_file_of(path: str) -> Path:
@@ -218,4 +222,6 @@ def _of_one_rank(
             f"rank and alpha: {_MERGE}"
         )
     alpha = alphas.pop() if alphas else float(str(about.get("lora_alpha", rank)))
+    if not (rank > 0 and 0 < alpha < math.inf):
+        raise ModelError(f"model.lora: {path} has rank {rank} and alpha {alpha}; expected numbers above 0")
     return LoraFile(layers, rank, alpha)

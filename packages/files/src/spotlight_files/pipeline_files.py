@@ -17,9 +17,12 @@ from safetensors import SafetensorError, safe_open
 
 from spotlight_files.file_contents import add_file, below, contents_of
 from spotlight_files.model_errors import ModelError
+from spotlight_rewards.base.files import read_regular
 
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 """Weights that lie beside the safetensors in some hub models; never downloaded."""
+_JSON_BYTES_MAX = 64 * 2**20
+"""Of a configuration, or an index of weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,10 +319,10 @@ def _tensor_names(path: Path) -> list[str]:
 def read_json(path: Path) -> dict[str, object]:
     """A JSON object. Raises :class:`ModelError`."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_regular(path, _JSON_BYTES_MAX))
     except FileNotFoundError as error:
         raise ModelError(f"{path} is missing; found {_listing(path.parent)}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not JSON ({error}): copy or download it again") from error
     if not isinstance(value, dict):
         raise ModelError(f"{path} holds a {type(value).__name__}; expected a JSON object")

@@ -127,7 +127,6 @@ class ClosedForm:
             problem=late(limit_h) if is_late else None,
             iterations=0 if is_late else iterations,
             iteration_s=math.nan if is_late else 3600 * (hours - first_h) / later_n,
-            iteration_error_s=0.0,
             iteration_usd=math.nan if is_late else (usd - first.usd) / later_n,
             target=target,
             target_h=hours if target and not is_late else math.nan,

@@ -6,7 +6,6 @@ To target: the first iteration (which includes start-up) plus the mean of the la
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -32,7 +31,6 @@ class SimulationOutcome:
         problem: why the run did not finish; None if it did.
         iterations: finished iterations.
         iteration_s, iteration_usd: mean over iterations after the first; NaN without any.
-        iteration_error_s: standard error of that mean time; 0 with fewer than two.
         target: iterations to target; None if not stated, or if ``no_target`` says why it cannot hold.
         target_h, target_usd: time and cost to target; NaN if unknown.
         first_h, first_usd: of the first iteration; NaN without any.
@@ -55,7 +53,6 @@ class SimulationOutcome:
     problem: str | None
     iterations: int
     iteration_s: float
-    iteration_error_s: float
     iteration_usd: float
     target: Target | None
     target_h: float
@@ -148,7 +145,6 @@ def outcome_of(
         problem=problem,
         iterations=len(durations),
         iteration_s=iteration_s,
-        iteration_error_s=standard_error(durations[1:]),
         iteration_usd=iteration_usd,
         target=target,
         target_h=target_s / 3600,
@@ -248,11 +244,6 @@ def _scored_share(report: Mapping[str, object]) -> tuple[object, float | None]:
 
 def _to(iterations: int, first: float, later: float) -> float:
     return first if iterations == 1 else first + (iterations - 1) * later
-
-
-def standard_error(values: Sequence[float]) -> float:
-    """Of the mean; 0 with fewer than two values."""
-    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
 def _mean(values: list[float]) -> float:

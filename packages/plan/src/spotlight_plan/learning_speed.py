@@ -6,49 +6,21 @@ With random seeds they are an input. With explored seeds they are fewer by the s
 
 of the groups and pools that the run had: ``contrast`` is the variance of its explored groups' rewards over
 that of random groups of the same prompts, ``coverage`` the share of groups that were explored; all others
-have random seeds. The exponent is fitted to :data:`MEASURED`, through 1 without contrast; its interval spans
-those of the points. It rests on one tiny model over 16 iterations, in which random seeds hardly learn.
+have random seeds. The exponent is fitted to arms of ``python -m benchmarks.exploration`` (docs/benchmarks.md,
+2026-11-21), through 1 without contrast; its interval spans those of the arms. It rests on one tiny model over
+16 iterations, in which random seeds hardly learn.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from spotlight_plan.scenarios.scenario_sections import CONTRAST_EXPONENT, Exponent, Target
 
 PREVIEWS_WANTED = 0.8
 """Below this share of its previews, nothing is promised for a strategy that explores."""
-
-
-@dataclass(frozen=True, slots=True)
-class SpeedPoint:
-    """What an arm of ``python -m benchmarks.exploration`` brought (docs/benchmarks.md, 2026-11-21).
-
-    Attributes:
-        contrast: variance over random groups, in the run.
-        speed: how many times fewer iterations than random seeds needed for 16.
-        least, most: of its 90 % interval over run seeds; None: open.
-    """
-
-    contrast: float
-    speed: float
-    least: float
-    most: float | None
-
-
-MEASURED = (SpeedPoint(2.60, 2.61, 1.58, None), SpeedPoint(1.86, 1.84, 1.25, 2.81))
-"""Previews by current weights, and by weights one version old."""
-
-
-def fitted_exponent(points: Sequence[SpeedPoint]) -> Exponent:
-    """Least squares of log speed over log contrast, through the origin; ends: the points' widest."""
-    logs = [(math.log(point.contrast), math.log(point.speed)) for point in points]
-    likely = sum(x * y for x, y in logs) / sum(x * x for x, _ in logs)
-    least = min(math.log(point.least) / math.log(point.contrast) for point in points)
-    most = max(math.log(point.most) / math.log(point.contrast) for point in points if point.most)
-    return least, likely, most
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakValueDictionary
 
-from spotlight.cluster.blobs.blob_store import BlobStore, StoredBlob, Usage
+from spotlight.cluster.blobs.blob_store import BlobStore, StoredBlob
 from spotlight.cluster.blobs.run_files import RunFiles
 from spotlight.cluster.remote_calls import on_node
 from spotlight.scheduler.events import Event
@@ -54,12 +54,10 @@ class Delivered:
 
     Attributes:
         weights_digest: of the weights behind the event's values.
-        sender: the worker that delivered it.
     """
 
     event: Event | RolloutSpeed
     weights_digest: str
-    sender: WorkerId
 
 
 class BlobServer:
@@ -104,9 +102,7 @@ class BlobServer:
                 while len(self._mailbox) >= self._mailbox_events:
                     self._emptied.clear()
                     await self._emptied.wait()
-                self._mailbox.extend(
-                    Delivered(event, report.weights_digest, report.worker) for event in report.events
-                )
+                self._mailbox.extend(Delivered(event, report.weights_digest) for event in report.events)
                 self._filled.set()
 
     async def take(self, timeout_s: float) -> list[Delivered]:
@@ -151,10 +147,6 @@ class BlobServer:
     async def keep_only(self, kind: str, names: Collection[str]) -> int:
         """Delete all blobs of a kind except ``names``; returns how many."""
         return await asyncio.to_thread(self._store.keep_only, kind, names)
-
-    async def usage(self) -> Usage:
-        """Current usage."""
-        return self._store.usage()
 
     async def close(self) -> None:
         """Delete everything, files included."""

@@ -64,25 +64,6 @@ def _stored_blob(step: int, data: bytes | memoryview) -> StoredBlob:
     return StoredBlob(step, bytes(data))  # copied: a view would pin the transport's memory
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Contents and history of a store.
-
-    Attributes:
-        memory_bytes: of blobs in memory or being written to disk.
-        values: number of blobs.
-        spills: blobs written to disk so far.
-        damaged: blobs lost so far because their file was corrupt.
-    """
-
-    memory_bytes: int
-    disk_bytes: int
-    values: int
-    values_on_disk: int
-    spills: int
-    damaged: int
-
-
 @dataclass(slots=True, eq=False)
 class _Entry:
     """An indexed blob, in memory (``data``) or on disk (``path``), never both.
@@ -162,7 +143,6 @@ class BlobStore:
         self._memory_bytes = memory_bytes
         self._index = _Index()
         self._index_lock, self._room_lock = threading.Lock(), threading.Lock()
-        self._spills = self._damaged = 0
         self._closed = False
         self._folder = SpillFolder.claim(directory)
 
@@ -206,12 +186,6 @@ class BlobStore:
                     return None
                 # Otherwise it was replaced or dropped during the read: look again.
 
-    def step_of(self, kind: str, name: str, weights_digest: str = "") -> int | None:
-        """The stored step of a blob, or None."""
-        with self._index_lock:
-            entry = self._index.find((kind, name, weights_digest))
-            return None if entry is None else entry.step
-
     def drop(self, kind: str, names: Iterable[str]) -> None:
         """Delete blobs under any weights digest; unknown names are ignored."""
         with self._index_lock:
@@ -230,20 +204,6 @@ class BlobStore:
                 self._index.remove(entry)
         _delete(gone)
         return len(gone)
-
-    def names(self, kind: str) -> frozenset[str]:
-        """Names of a kind's blobs, under any weights digest."""
-        with self._index_lock:
-            return frozenset(self._index.kinds.get(kind, {}))
-
-    def usage(self) -> Usage:
-        """Current usage."""
-        with self._index_lock:
-            index = self._index
-            on_disk = index.values - len(index.recent)
-            return Usage(
-                index.memory_bytes, index.disk_bytes, index.values, on_disk, self._spills, self._damaged
-            )
 
     def close(self) -> None:
         """Delete everything, files included. A later put is an error."""
@@ -316,12 +276,9 @@ class BlobStore:
 
     def _write(self, entry: _Entry, data: bytes, purpose: str) -> Path:
         try:
-            path = self._folder.write(data, _label(entry))
+            return self._folder.write(data, _label(entry))
         except OSError as error:
             raise storage_error(purpose, self._folder.path, error) from error
-        with self._index_lock:
-            self._spills += 1
-        return path
 
     # -- losing ----------------------------------------------------------------------------------------
 
@@ -330,7 +287,6 @@ class BlobStore:
             if self._index.find(entry.key) is not entry:
                 return False
             self._index.remove(entry)
-            self._damaged += 1
         _delete([entry])
         return True
 

@@ -94,11 +94,6 @@ class LearnerGroup:
         return self._life
 
     @property
-    def life(self) -> int:
-        """Number of starts of all ranks so far, failed ones included."""
-        return self._lives
-
-    @property
     def working_life(self) -> int:
         """Number of the life that was restored last; a second one may be younger."""
         assert self._life is not None, "restore() comes first"

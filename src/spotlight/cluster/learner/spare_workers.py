@@ -23,10 +23,6 @@ class SpareProcess(Protocol):
     def actor(self) -> Any:
         """Its Ray actor."""
 
-    @property
-    def ray_id(self) -> str:
-        """Of its node."""
-
 
 Spares = dict[str, list[SpareProcess]]
 """By Ray id of the node."""

@@ -189,7 +189,6 @@ class WorkerHandle:
     """Head-side handle of a worker's actor; see :class:`spotlight.cluster.workers.worker_pool.Handle`."""
 
     actor: Any
-    ray_id: str
 
     def ready(self) -> Any:
         """Completes when the process is up."""
@@ -268,7 +267,7 @@ class ActorStarter:
             resources=None if placement.gpus else {SLOT: placement.share},
             runtime_env=ALL_GPUS_VISIBLE if placement.gpus else None,
         )
-        return WorkerHandle(make.remote(worker_order, self.store), placement.ray_id)
+        return WorkerHandle(make.remote(worker_order, self.store))
 
     @staticmethod
     def kill(handle: SpareProcess) -> None:

@@ -93,11 +93,6 @@ class LocalCluster:
         return self._head.gcs_address
 
     @property
-    def directory(self) -> Path:
-        """This cluster's own directory, removed however this process ends."""
-        return self._directory
-
-    @property
     def session(self) -> Path:
         """Directory of Ray's logs and sockets."""
         return self._head.session

@@ -10,7 +10,6 @@ Machines take time to start, may fail to, and may be removed meanwhile. Rules:
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -147,11 +146,6 @@ class MarketRecord:
     def up(self) -> list[str]:
         """Nodes that are up."""
         return [node for node, state in self._states.items() if state is _State.UP]
-
-    def summary(self) -> dict[str, int]:
-        """Counts such as ``remove done``."""
-        counts = Counter(f"{outcome.kind.value} {outcome.fate.value}" for outcome in self.outcomes)
-        return dict(sorted(counts.items()))
 
     def _removal(self, node: str, state: _State | None, index: int) -> tuple[Order, int] | None:
         match state:

@@ -31,15 +31,12 @@ class PriceTag:
         source: origin of the figure, and the instance type.
         as_of: when it held; None if the scenario states it.
         place: cloud and region (empty: unknown); None if the scenario states the price and no cloud.
-        machine, machine_usd_h: the instance type and its price; empty and 0 if the scenario states the price.
     """
 
     usd_gpu_h: float
     source: str
     as_of: datetime | None = None
     place: tuple[str, str] | None = None
-    machine: str = ""
-    machine_usd_h: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +259,7 @@ def _tag(want: _PriceRequest, quotes: Sequence[Quote]) -> PriceTag:
     where = " ".join(filter(None, (quote.cloud, quote.zone or quote.region, quote.instance_type)))
     caveat = f"; {quote.caveat}" if quote.caveat else ""
     source, place = f"{where}: {quote.source}{caveat}", (quote.cloud, quote.region)
-    return PriceTag(usd, source, quote.as_of, place, quote.instance_type, usd * quote.gpus)
+    return PriceTag(usd, source, quote.as_of, place)
 
 
 def _priced(want: _PriceRequest, quotes: Sequence[Quote]) -> list[tuple[float, Quote]]:

@@ -5,7 +5,6 @@ Noise is applied by the driver, which multiplies durations by a seeded factor.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 from spotlight.scheduler.types import WeightKind
@@ -77,76 +76,3 @@ class CostModel(Protocol):
             cold: a node of it does not have the model's files.
         """
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class ConstantCosts:
-    """Constant times whatever the size; SP divides a step's time by its degree. For tests."""
-
-    step_s: float = 1.0
-    small_s: float = 0.5
-    large_s: float = 5.0
-    batch: int = 4
-    answer_s: float = 0.5
-    turning_s: float = 0.0
-    judging_s: float = 0.0
-
-    def denoise_step_s(self, gpu_type: str, pixels: int, batch: int, sp_degree: int) -> float:
-        """See :class:`CostModel`."""
-        return self.step_s / sp_degree
-
-    def decode_s(self, gpu_type: str, pixels: int, batch: int) -> float:
-        """See :class:`CostModel`."""
-        return self.small_s
-
-    def lease_size(self, gpu_type: str, pixels: int, sp_degree: int) -> int:
-        """See :class:`CostModel`."""
-        return self.batch
-
-    def reward_s(self, samples: int) -> float:
-        """See :class:`CostModel`."""
-        return self.answer_s + self.scoring_s(samples)
-
-    def scoring_s(self, samples: int) -> float:
-        """See :class:`CostModel`."""
-        return samples * self.judging_s
-
-    def prepare_s(self, samples: int, ranks: int) -> float:
-        """See :class:`CostModel`."""
-        return self.small_s
-
-    def train_s(self, gpu_type: str, pixels: int, samples: int, ranks: int) -> float:
-        """See :class:`CostModel`."""
-        return self.large_s
-
-    def switch_s(self) -> float:
-        """See :class:`CostModel`."""
-        return self.turning_s
-
-    def optimizer_s(self) -> float:
-        """See :class:`CostModel`."""
-        return self.small_s
-
-    def publish_s(self, kind: WeightKind) -> float:
-        """See :class:`CostModel`."""
-        return self.small_s
-
-    def pull_s(self, kind: WeightKind, from_peer: bool) -> float:
-        """See :class:`CostModel`."""
-        return self.large_s if kind is WeightKind.FULL and not from_peer else self.small_s
-
-    def worker_start_s(self) -> float:
-        """See :class:`CostModel`."""
-        return self.large_s
-
-    def group_setup_s(self, sp_degree: int) -> float:
-        """See :class:`CostModel`."""
-        return self.small_s if sp_degree > 1 else 0.0
-
-    def checkpoint_s(self) -> float:
-        """See :class:`CostModel`."""
-        return self.small_s
-
-    def restore_s(self, *, cold: bool = False) -> float:
-        """See :class:`CostModel`."""
-        return 2 * self.large_s if cold else self.large_s

@@ -33,10 +33,6 @@ class Network:
         """Whether every message arrives exactly once, without delay."""
         return not (self.lost or self.doubled or self.late_s)
 
-    def heal(self) -> None:
-        """Stop injecting faults."""
-        self.lost = self.doubled = self.late_s = 0.0
-
     def delays(self) -> list[float]:
         """Delay of each copy of a message; empty if lost."""
         if self.random.random() < self.lost:

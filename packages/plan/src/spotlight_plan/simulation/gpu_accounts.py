@@ -155,10 +155,7 @@ class GpuAccounts:
             [*self._past, *(gpu for gpus in self.gpus.values() for gpu in gpus)],
             key=lambda gpu: (gpu.joined_s, gpu.node.id, gpu.index),
         )
-        return tuple(
-            GpuTimeline(gpu.node.id, gpu.index, gpu.node.kind, gpu.node.gpu_type, _merged(gpu.history))
-            for gpu in gpus
-        )
+        return tuple(GpuTimeline(gpu.node.id, gpu.index, gpu.node.kind, _merged(gpu.history)) for gpu in gpus)
 
     def check(self, now: float) -> None:
         """Assert that phases add up to the billed time."""

@@ -40,9 +40,7 @@ def result_of(simulation: Simulation) -> SimulationResult:
         dropped=ledger.dropped.total(),
         events=simulation.events,
         gpu_hours=sum(accounts.seconds.values()) / 3600,
-        log_hash=simulation.log_hash(),
         other_usd=dict(accounts.other.usd),
-        egress_gb=accounts.other.moved_bytes / 1e9,
         on_demand=simulation.on_demand.taken if simulation.on_demand else 0,
         decisions=tuple((at_s, report.text) for at_s, report in simulation.fleet_reports if report.text),
     )

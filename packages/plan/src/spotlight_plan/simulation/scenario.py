@@ -109,7 +109,6 @@ class GpuTimeline:
     node: NodeId
     gpu: int
     kind: NodeKind
-    gpu_type: str
     segments: tuple[Segment, ...]
 
 
@@ -154,7 +153,6 @@ class SimulationResult:
         phase_s: GPU-seconds by kind of node and phase; LOST is repeated work.
         cost_usd: the same, priced.
         other_usd: what was paid beside machines with GPUs, by what it was for.
-        egress_gb: 10^9 bytes that were paid for.
         gpus: empty unless the scenario asked for timelines.
         preemptions: nodes lost, but for those on demand.
         on_demand: nodes on demand that were taken.
@@ -164,7 +162,6 @@ class SimulationResult:
         explorations: from :class:`~spotlight.scheduler.effects.ReportExploration`, in order, including undone
             ones.
         overlaps: from :class:`~spotlight.scheduler.effects.ReportPipeline`, likewise.
-        log_hash: of all events with their times; equal runs have equal hashes.
     """
 
     finished: bool
@@ -182,10 +179,8 @@ class SimulationResult:
     dropped: int
     events: int
     gpu_hours: float
-    log_hash: str
     explorations: tuple[Mapping[str, object], ...] = ()
     overlaps: tuple[ReportPipeline, ...] = ()
     on_demand: int = 0
     decisions: tuple[tuple[float, str], ...] = ()
     other_usd: Mapping[str, float] = field(default_factory=dict)
-    egress_gb: float = 0.0

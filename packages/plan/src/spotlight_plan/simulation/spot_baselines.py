@@ -181,5 +181,4 @@ class _Job:
             dropped=0,
             events=0,
             gpu_hours=sum(self.seconds.values()) / _HOUR_S,
-            log_hash="",
         )

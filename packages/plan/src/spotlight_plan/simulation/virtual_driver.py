@@ -10,7 +10,6 @@ event.
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -64,7 +63,7 @@ class Simulation(VirtualClock):
         head_life: counts its restarts.
     """
 
-    def __init__(self, scenario: Scenario, *, log: bool = False) -> None:
+    def __init__(self, scenario: Scenario) -> None:
         super().__init__()
         self.scenario = scenario
         self.train = [Prompt(PromptId(f"p{n}"), f"prompt {n}", {}) for n in range(scenario.train_prompts)]
@@ -119,7 +118,6 @@ class Simulation(VirtualClock):
         self._worked_s = 0.0
         self.iterations = self._times.ended
         self._wake = _Wake()
-        self._hash = hashlib.blake2b(digest_size=16) if log else None
 
     @property
     def nodes(self) -> dict[NodeId, Node]:
@@ -176,8 +174,6 @@ class Simulation(VirtualClock):
         self.events += 1
         if isinstance(event, ev.WeightsPulled) and (process := self.workers.processes.get(event.worker)):
             self.places.warm.add(self.places.machine_of[process.node])
-        if self._hash is not None:
-            self._hash.update(f"{self.now:.6f} {event}\n".encode())
         effects = self.controller.handle(event, self.now)
         if receipt is not None:
             self._settle(event, receipt, effects)
@@ -474,18 +470,14 @@ class Simulation(VirtualClock):
             self.learner.start(self._room)
             self._learner_starts()
 
-    def log_hash(self) -> str:
-        """Hash of all events so far with their times; empty unless logging."""
-        return self._hash.hexdigest() if self._hash else ""
-
     def result(self) -> SimulationResult:
         """The result of the run so far."""
         return result_of(self)
 
 
-def simulate(scenario: Scenario, *, log: bool = False) -> SimulationResult:
-    """Run a scenario to its end; with ``log`` the result has an event-log hash."""
-    simulation = Simulation(scenario, log=log)
+def simulate(scenario: Scenario) -> SimulationResult:
+    """Run a scenario to its end."""
+    simulation = Simulation(scenario)
     # Without cycles there is nothing to collect: a fifth of the time with 1,000 GPUs, and it grows with them.
     with collection_paused():
         simulation.begin()

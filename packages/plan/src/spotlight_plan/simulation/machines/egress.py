@@ -38,11 +38,11 @@ class Egress:
         if to is not NodeKind.SPOT:
             return 0.0
         size = self.weight_bytes[kind]
-        costs.pay(NAME, size / _GB * self.to_spot_usd_gb, size)
+        costs.pay(NAME, size / _GB * self.to_spot_usd_gb)
         return size / self.bytes_s
 
     def samples(self, purpose: Purpose, count: int, came_from: NodeKind, costs: OtherCosts) -> None:
         """Pay for finished samples."""
         if came_from is NodeKind.SPOT:
             size = count * (self.sample_bytes if purpose is Purpose.TRAIN else self.picture_bytes)
-            costs.pay(NAME, size / _GB * self.from_spot_usd_gb, size)
+            costs.pay(NAME, size / _GB * self.from_spot_usd_gb)

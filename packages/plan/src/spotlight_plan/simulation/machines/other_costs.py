@@ -14,18 +14,15 @@ class OtherCosts:
     Attributes:
         usd_h: what is paid all the time, by what it is for.
         usd: paid so far, likewise.
-        moved_bytes: that were paid for.
     """
 
     usd_h: Mapping[str, float] = field(default_factory=dict)
     usd: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    moved_bytes: float = 0.0
     _since_s: float = 0.0
 
-    def pay(self, name: str, usd: float, moved_bytes: float = 0.0) -> None:
+    def pay(self, name: str, usd: float) -> None:
         """Pay once."""
         self.usd[name] += usd
-        self.moved_bytes += moved_bytes
 
     def settle(self, now: float) -> None:
         """Pay until now."""
