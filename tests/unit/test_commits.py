@@ -56,9 +56,9 @@ def states(name: str, condition: Condition = EMBEDDINGS) -> list[RolloutState]:
     return made
 
 
-def found(values: dict[tuple[str, str], Packed], name: str) -> RolloutState:
+def found(values: dict[tuple[str, str], Packed], name: str, recipe: Recipe = RECIPE) -> RolloutState:
     data = values[name, ""].data
-    return restore(data, [values[name, one].data for one in latents_of(data)], EMBEDDINGS, RECIPE)
+    return restore(data, [values[name, one].data for one in latents_of(data)], EMBEDDINGS, recipe)
 
 
 @pytest.mark.parametrize("every", [1, 2, 4])
@@ -81,6 +81,18 @@ def test_what_was_committed_is_restored_bit_by_bit_and_each_latent_was_written_o
                 assert [bits(one) for one in ours] == [bits(one) for one in theirs]
             assert back.condition.checksum == EMBEDDINGS.checksum
     assert sum(bool(latent) for _, latent in values) == 2 * (len(WINDOW) + 1)
+
+
+def test_what_is_done_but_not_decoded_is_restored_with_its_last_step() -> None:
+    recipe = dataclasses.replace(RECIPE, keeps="query")
+    before, after = torch.randn(8, 4), torch.randn(8, 4)
+    (begun, *_), values = states("a"), dict[tuple[str, str], Packed]()
+    done = dataclasses.replace(begun, recipe=recipe, step=STEPS, latents=after, kept=(before, after))
+    for value in Committer().begin([done]):
+        values[value.rollout, value.latent] = value
+    back = found(values, "a", recipe)
+    assert back.done
+    assert [bits(one) for one in back.kept] == [bits(before), bits(after)]
 
 
 def test_a_worker_that_resumes_writes_the_latents_under_the_same_names() -> None:

@@ -6,11 +6,12 @@ import io
 import json
 import os
 import socket
+import sqlite3
 import struct
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,18 @@ from typer.testing import CliRunner
 
 from spotlight.cli.main import app
 from spotlight.models.slots import CopySlots
+from spotlight.store.checkpoints import CheckpointStore
 from spotlight.store.images import read_tile_note
-from spotlight.store.ledger.history import AttemptRecord, state_of
+from spotlight.store.ledger.history import AttemptRecord, read_history, state_of
+from spotlight.store.ledger.ledger_queries import open_readonly, prompts_at
 from spotlight.store.ledger.ledger_schema import Ending
+from spotlight.store.ledger.sqlite_ledger import SqliteLedger
 from spotlight.store.manifest import CheckpointHeader, CheckpointManifest, Damage, read_manifest, render
 from spotlight.store.metrics import read_metrics
 from spotlight.store.picture_names import tile_path
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.shown_media import FRAMES_MAX, shown_media
+from spotlight.store.store_errors import DamagedCheckpointError, LedgerError
 from spotlight.training.learner_state import INDEX, StateError, load_weights
 from spotlight_dashboard.report_pictures import embedded
 from spotlight_files.lora_file import read_lora
@@ -156,6 +161,18 @@ def test_a_checkpoint_whose_header_is_of_other_types_is_damaged(
     assert isinstance(read_manifest(tmp_path), Damage)
 
 
+@pytest.mark.parametrize("name", ["learner.json", "learner.dcp/.metadata"])
+def test_a_checkpoint_with_a_fifo_that_its_manifest_does_not_list_is_damaged(
+    name: str, tmp_path: Path
+) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    with store.writer(CheckpointHeader(1, 0, "", "")) as folder:
+        (folder / "learner.dcp").mkdir()
+    os.mkfifo(tmp_path / "000001-iteration-000001" / name)
+    with pytest.raises(DamagedCheckpointError, match=f"{name}: expected a file or none"):
+        store.newest_valid()
+
+
 @pytest.mark.parametrize("content", ["[" * 100_000, f'{{"a": {"1" * 5000}}}', "\N{PILE OF POO}", None])
 def test_a_models_configuration_of_nonsense_is_the_models_error(content: str | None, tmp_path: Path) -> None:
     file = tmp_path / "config.json"
@@ -207,6 +224,30 @@ def test_a_learners_index_of_nonsense_is_an_unusable_state(steps: str, tmp_path:
     slots = CopySlots(nn.Linear(1, 1), [])
     with soon(), pytest.raises(StateError, match="cannot be read"):
         load_weights(tmp_path, slots)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        "UPDATE course_changes SET was = '{'",
+        "UPDATE course_changes SET was = replace(hex(zeroblob(50000)), '0', '[')",
+        "UPDATE prompt_files SET prompts = '{'",
+        "UPDATE attempts SET ended = 'perhaps', ended_at = 1",
+        "UPDATE incidents SET kind = 'miracle'",
+    ],
+)
+def test_a_ledger_with_values_that_none_of_ours_can_be_is_damaged(spoil: str, tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    with SqliteLedger(paths.ledger) as ledger:
+        ledger.begin_attempt(pid=1, host="h", workers={}, now_s=0.0)
+        ledger.record_course(0, 0, {"iterations": (1, 2)}, 0.0)
+        ledger.record_prompts({"data.train": []})
+    with closing(sqlite3.connect(paths.ledger)) as connection:
+        connection.execute("PRAGMA ignore_check_constraints = ON")
+        connection.execute(spoil)
+        connection.commit()
+    with closing(open_readonly(paths.ledger)) as connection, pytest.raises(LedgerError, match="damaged"):
+        assert prompts_at(connection, 1) != read_history(tmp_path)
 
 
 @pytest.mark.parametrize("pid", [2**62, 2**31, 0, -1])

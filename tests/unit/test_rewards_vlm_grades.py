@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -24,10 +26,12 @@ from tests.unit.reward_server import (
     reward_server,
 )
 
-from spotlight_rewards.endpoints.edit_score import FACTS, EditScore
+from spotlight_rewards.endpoints.chat import ChatAnswer
+from spotlight_rewards.endpoints.edit_score import FACTS, EditScore, parse_grade_pair
 from spotlight_rewards.endpoints.geneval2 import GenEval2, answer_probability, geometric_mean
-from spotlight_rewards.endpoints.unified_reward import UnifiedReward
+from spotlight_rewards.endpoints.unified_reward import UnifiedReward, parse_grades
 from spotlight_rewards.pool.reward_pool import RewardPool
+from spotlight_rewards.reading.legibility import legibility
 from spotlight_rewards.results import RewardFailure, ScoredSample
 from spotlight_rewards.reward import RewardInputError, RewardSetupError, SampleError
 from spotlight_rewards.reward_check import check_reward
@@ -271,3 +275,21 @@ def test_in_the_pool_a_failed_atom_fails_its_sample() -> None:
     assert first.scores["geneval2"].scored_by == f"judge-8b at {world.url}/v1"
     assert isinstance(second, RewardFailure)
     assert "400" in second.message
+
+
+@pytest.mark.parametrize(
+    ("read", "piece"),
+    [
+        (parse_grade_pair, "{"),
+        (parse_grades, " "),
+        (lambda answer: legibility("open" * 10, answer.text), "po"),
+        (lambda answer: legibility("open", answer.text), "\u0301\u0316"),
+    ],
+    ids=["edit-score", "unified-reward", "ocr-vlm", "accents"],
+)
+def test_a_long_answer_is_read_or_refused_at_once(read: Callable[[ChatAnswer], object], piece: str) -> None:
+    text = "alignment score" + (piece * 200_000)[:200_000]
+    began_s = time.process_time()
+    with suppress(SampleError):
+        read(ChatAnswer(text, False, None, None))
+    assert time.process_time() - began_s < 2

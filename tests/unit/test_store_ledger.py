@@ -315,6 +315,19 @@ def test_rollback_must_not_part_what_was_appended_together(ledger: SqliteLedger)
     assert (ledger.position(), ledger.digest()) == (7, digest)
 
 
+def test_prompts_that_nothing_was_kept_of_are_no_longer_the_runs(ledger: SqliteLedger) -> None:
+    first, other = {"data.train": ["a"]}, {"data.train": ["b"]}
+    for prompts in (first, other, first):  # the second attempt is killed before its checkpoint
+        attempt = ledger.begin_attempt(pid=1, host="h", workers={}, now_s=0.0)
+        position = min(ledger.position(), len(STARTED))
+        ledger.rollback(position, attempt)
+        if ledger.prompts_at(position) != prompts:
+            ledger.record_prompts(prompts)
+        write(ledger, [[TRAINED, STEP]] if position else [STARTED])
+    ledger.rollback(position, attempt)  # within an attempt, whose prompts stay
+    assert ledger.prompts_at(ledger.position() + 1) == first
+
+
 def test_readers_see_the_ledger_while_it_is_written(tmp_path: Path) -> None:
     with whole_ledger(tmp_path, seed=3, iterations=1) as ledger:
         reader = open_readonly(tmp_path / "ledger.sqlite")

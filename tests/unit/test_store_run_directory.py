@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from spotlight.store import store_errors
 from spotlight.store.run_directory import RunDirectory, RunPaths, check_run_directory, flatten
 from spotlight.store.store_errors import OtherConfigurationError, RunInUseError, require_free_bytes
+from spotlight_bucket.local_copies import working_copy
 from spotlight_rewards.base.file_errors import StoreError
 
 CONFIG = "iterations: 10\nrollout:\n  steps: 8\n  sizes: [32, 48]\nmetrics:\n  wandb: null\n"
@@ -167,6 +168,8 @@ def test_a_forked_child_does_not_keep_the_run_locked(tmp_path: Path) -> None:
 
 
 def fork_while_open(tmp_path: Path) -> None:
+    copy = working_copy(tmp_path, "demo")
+    copy.__enter__()
     run = RunDirectory.open(tmp_path, "demo", CONFIG)
     (reader, writer), (ready, is_ready) = os.pipe(), os.pipe()
     child = os.fork()
@@ -180,8 +183,10 @@ def fork_while_open(tmp_path: Path) -> None:
     with pytest.raises(RunInUseError):
         RunDirectory.open(tmp_path, "demo", CONFIG)
     run.close()
+    copy.__exit__(None, None, None)
     RunDirectory.open(tmp_path, "demo", CONFIG).close()
-    os.close(writer)
+    with working_copy(tmp_path, "demo"):
+        os.close(writer)
     assert os.waitpid(child, 0)[1] == 0
 
 

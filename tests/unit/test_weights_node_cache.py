@@ -8,12 +8,15 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from spotlight_weights import bundle as bundles_module
+from spotlight_weights import node_cache as cache_module
 from spotlight_weights.bundle import Bundle, WeightsManifest, content_digest, pack
+from spotlight_weights.locks import private_directory, try_lock
 from spotlight_weights.node_cache import SHARED_MEMORY, NodeCache
 from spotlight_weights.weight_errors import NoSpaceError, WeightsError
 
@@ -159,6 +162,62 @@ def test_directories_of_dead_runs_are_removed_and_of_living_ones_not(tmp_path: P
         with NodeCache("living", parent=tmp_path):  # a second process of a run finds its own
             assert mine.directory.exists()
     living.close()
+
+
+@pytest.mark.parametrize("restarts", [True, False])
+def test_a_dead_run_that_another_process_removes_at_the_same_time_is_left_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: bool
+) -> None:
+    manifest, data = version(1)
+    dead = NodeCache("dead", parent=tmp_path)
+    dead.close()
+    restarted: list[NodeCache] = []
+
+    def late(descriptor: int) -> bool:
+        if dead.directory.exists() and not restarted:
+            shutil.rmtree(dead.directory)  # as another process does that has opened the same file
+            restarted.extend(NodeCache("dead", parent=tmp_path) for _ in range(restarts))
+        return try_lock(descriptor)
+
+    monkeypatch.setattr(cache_module, "try_lock", late)
+    NodeCache("mine", parent=tmp_path).close()
+    for cache in restarted:
+        assert value(cache.get(manifest, lambda: data)) == 1
+        cache.close()
+    assert dead.directory.exists() == restarts
+
+
+def test_a_directory_that_is_removed_while_it_is_entered_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, make = tmp_path / "run", os.mkdir
+    folder.mkdir(mode=0o700)
+
+    def too_late(*arguments: Any) -> None:
+        try:
+            make(*arguments)
+        except FileExistsError:
+            folder.rmdir()  # as who removes a dead run's does
+            raise
+
+    monkeypatch.setattr(os, "mkdir", too_late)
+    assert private_directory(folder).is_dir()
+
+
+def test_a_version_that_goes_as_it_is_opened_is_fetched_again(
+    cache: NodeCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest, data = version(1)
+    cache.get(manifest, lambda: data)
+    read = torch.from_file
+
+    def evicted(path: str, **options: Any) -> torch.Tensor:
+        monkeypatch.undo()
+        Path(path).unlink()  # as a process does that has newer versions
+        return read(path, **options)
+
+    monkeypatch.setattr(torch, "from_file", evicted)
+    assert value(cache.get(manifest, lambda: data)) == 1
 
 
 def test_a_run_that_starts_again_finds_what_it_had(tmp_path: Path) -> None:

@@ -131,12 +131,17 @@ def read_manifest(directory: Path) -> CheckpointManifest | Damage:
 
 
 def verify(directory: Path) -> tuple[CheckpointManifest | None, tuple[Damage, ...]]:
-    """Verify every byte of a checkpoint; the manifest is None if itself damaged."""
+    """Verify every byte of a checkpoint, which holds no FIFO to wait for; the manifest is None if damaged."""
     manifest = read_manifest(directory)
     if isinstance(manifest, Damage):
         return None, (manifest,)
     damages = (_compare(directory, name, entry) for name, entry in manifest.files.items())
-    return manifest, tuple(damage for damage in damages if damage is not None)
+    others = (
+        Damage(directory.name, path.relative_to(directory).as_posix(), "a file or none", "something else")
+        for path in directory.rglob("*")
+        if not (path.is_file() or path.is_dir())
+    )
+    return manifest, (*(damage for damage in damages if damage is not None), *others)
 
 
 def _compare(directory: Path, name: str, entry: FileEntry) -> Damage | None:

@@ -186,9 +186,7 @@ class RunDirectory(RunPaths):
             write_atomically(self.config, self.config_text.encode(), _mode(self.config_text))
 
     def close(self) -> None:
-        if self._lock in _held_locks:
-            _held_locks.remove(self._lock)
-            os.close(self._lock)
+        let_go(self._lock)
 
     def __enter__(self) -> Self:
         return self
@@ -256,8 +254,20 @@ def _lock(path: Path) -> int:
     _flock(descriptor, path, fcntl.LOCK_EX)
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-    _held_locks.add(descriptor)
+    hold(descriptor)
     return descriptor
+
+
+def hold(descriptor: int) -> None:
+    """A lock that is this process's alone, until :func:`let_go`."""
+    _held_locks.add(descriptor)
+
+
+def let_go(descriptor: int) -> None:
+    """Close the lock's file, unless it is the one of the process that this one was forked from."""
+    if descriptor in _held_locks:
+        _held_locks.remove(descriptor)
+        os.close(descriptor)
 
 
 def _flock(descriptor: int, path: Path, kind: int) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from spotlight.store.checkpoints import LATEST, CheckpointStore
 from spotlight.store.manifest import MANIFEST
-from spotlight.store.run_directory import RunPaths
+from spotlight.store.run_directory import RunPaths, hold, let_go
 from spotlight.store.store_errors import RunInUseError
 from spotlight_bucket.bucket_objects import BucketError, Objects
 from spotlight_bucket.receiving import MissingChunkError, receive
@@ -76,6 +76,7 @@ def working_copy(folder: Path, name: str) -> Iterator[WorkingCopy]:
     with storage_errors("cannot make the working copy of a run in a bucket", runs_dir):
         runs_dir.mkdir(parents=True, exist_ok=True)
         lock = os.open(runs_dir / f".{name}.copy", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    hold(lock)
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -92,7 +93,7 @@ def working_copy(folder: Path, name: str) -> Iterator[WorkingCopy]:
             os.fsync(lock)
         yield WorkingCopy(runs_dir, name, found)
     finally:
-        os.close(lock)
+        let_go(lock)
 
 
 def bring_to_work(

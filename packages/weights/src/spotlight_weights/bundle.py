@@ -242,9 +242,12 @@ def open_bundle(manifest: WeightsManifest, path: Path, *, hashed: bool = False) 
         FileNotFoundError: there is no such file.
         WeightsError: see :func:`read`.
     """
-
     size = path.stat().st_size
-    flat = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+    try:
+        flat = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+    except RuntimeError:
+        path.stat()  # raises where it was removed meanwhile
+        raise
     return _checked(manifest, flat, hashed=hashed)
 
 

@@ -8,7 +8,7 @@ import os
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from spotlight_weights.weight_errors import WeightsError
@@ -23,8 +23,12 @@ def private_directory(path: Path) -> Path:
         WeightsError: it cannot be created, or another user owns or can enter it.
     """
     try:
-        path.mkdir(mode=0o700, exist_ok=True)
-        found = path.lstat()
+        found = None
+        while found is None:  # others may remove it in between
+            with suppress(FileExistsError):
+                path.mkdir(mode=0o700)
+            with suppress(FileNotFoundError):
+                found = path.lstat()
     except OSError as error:
         raise WeightsError(
             f"cannot make the directory {path}: {error.strerror}; name one below a directory that is there "

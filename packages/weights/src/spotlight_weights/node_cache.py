@@ -201,9 +201,7 @@ def _enter(directory: Path) -> int:
         descriptor = -1
         with suppress(FileNotFoundError):  # removed meanwhile as a dead run's
             descriptor = os.open(directory / "alive", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            locked = lock_until(descriptor, end_s, shared=True)
-            # Another process may have removed and recreated the file between open and lock.
-            if locked and (directory / "alive").stat().st_ino == os.fstat(descriptor).st_ino:
+            if lock_until(descriptor, end_s, shared=True) and _is_there(descriptor, directory):
                 return descriptor
         if descriptor >= 0:
             os.close(descriptor)
@@ -223,10 +221,18 @@ def _remove_dead(parent: Path, prefix: str, but: Path) -> None:
         except OSError:  # not a cache, or one being created or removed
             continue
         try:
-            if try_lock(descriptor):
+            if try_lock(descriptor) and _is_there(descriptor, directory):
                 _remove(directory)
         finally:
             os.close(descriptor)
+
+
+def _is_there(descriptor: int, directory: Path) -> bool:
+    """Whether it is the directory's ``alive``: others may have removed and made it again before the lock."""
+    try:
+        return (directory / "alive").stat().st_ino == os.fstat(descriptor).st_ino
+    except FileNotFoundError:
+        return False
 
 
 def _remove(directory: Path) -> None:

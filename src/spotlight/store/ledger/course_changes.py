@@ -7,7 +7,7 @@ import sqlite3
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spotlight.store.ledger.ledger_queries import has_table
+from spotlight.store.ledger.ledger_queries import consistent_reading, has_table
 from spotlight.store.run_directory import ABSENT
 
 
@@ -42,15 +42,16 @@ def read_course(connection: sqlite3.Connection, since: int = 0) -> tuple[CourseC
     """Changes from the position ``since`` on, the oldest first; an older version recorded none."""
     if not has_table(connection, "course_changes"):
         return ()
-    rows = connection.execute(
-        "SELECT iteration, position, key, was, now FROM course_changes WHERE position >= ? ORDER BY id",
-        (since,),
-    )
-    return tuple(
-        CourseChange(*where, *(ABSENT if text is None else json.loads(text) for text in values))
-        for *where, was, now in rows
-        for values in ((was, now),)
-    )
+    with consistent_reading(connection):
+        rows = connection.execute(
+            "SELECT iteration, position, key, was, now FROM course_changes WHERE position >= ? ORDER BY id",
+            (since,),
+        )
+        return tuple(
+            CourseChange(*where, *(ABSENT if text is None else json.loads(text) for text in values))
+            for *where, was, now in rows
+            for values in ((was, now),)
+        )
 
 
 def changes_by_iteration(changes: Sequence[CourseChange]) -> dict[int, list[str]]:

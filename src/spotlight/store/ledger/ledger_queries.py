@@ -184,7 +184,7 @@ def check_identity(connection: sqlite3.Connection, path: Path) -> int:
 def consistent_reading(connection: sqlite3.Connection) -> Iterator[None]:
     """Read everything in the block from one snapshot. Nests.
 
-    Raises LedgerError of what SQLite finds damaged, as it is read.
+    Raises LedgerError of what SQLite finds damaged, as it is read, and of values that none of ours can be.
     """
     if connection.in_transaction:
         yield
@@ -197,6 +197,8 @@ def consistent_reading(connection: sqlite3.Connection) -> Iterator[None]:
     except sqlite3.Error as error:
         if not is_damage(error) and "no such" not in str(error):  # a table or column
             raise
+        raise damaged(path, error) from error
+    except (ValueError, RecursionError) as error:
         raise damaged(path, error) from error
     finally:
         with suppress(sqlite3.Error):  # which was told
@@ -335,10 +337,11 @@ def prompts_at(connection: sqlite3.Connection, position: int) -> dict[str, list[
     """
     if not has_table(connection, "prompt_files"):
         return {}
-    rows = connection.execute(
-        "SELECT key, prompts FROM prompt_files WHERE position < ? ORDER BY id", (position,)
-    )
-    return {key: json.loads(prompts) for key, prompts in rows}
+    with consistent_reading(connection):
+        rows = connection.execute(
+            "SELECT key, prompts FROM prompt_files WHERE position < ? ORDER BY id", (position,)
+        )
+        return {key: json.loads(prompts) for key, prompts in rows}
 
 
 def has_table(connection: sqlite3.Connection, name: str) -> bool:

@@ -340,6 +340,9 @@ class SqliteLedger:
             )
             self._connection.execute("DELETE FROM filled_seconds WHERE position > ?", (position,))
             self._connection.execute(
+                "DELETE FROM prompt_files WHERE position >= ? AND attempt <> ?", (position, attempt)
+            )
+            self._connection.execute(
                 "UPDATE gpu_seconds SET position = ?1 WHERE position > ?1 AND attempt = ?2",
                 (position, attempt),
             )

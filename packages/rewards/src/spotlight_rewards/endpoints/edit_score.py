@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -105,9 +104,9 @@ class EditScore(VlmSampleReward[float]):
 
 def parse_grade_pair(answer: ChatAnswer) -> float:
     """The lower of an answer's two grades. Raises SampleError unless both are from 0 to 25."""
-    match = re.search(r"\{.*\}", answer.text, re.S)
+    text = answer.text
     try:
-        grades = json.loads(match[0])["score"] if match else None
+        grades = json.loads(text[text.find("{") : text.rfind("}") + 1])["score"]
     except (ValueError, KeyError, TypeError, RecursionError):
         grades = None
     if (

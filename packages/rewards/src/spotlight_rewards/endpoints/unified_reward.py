@@ -93,7 +93,7 @@ def parse_grades(answer: ChatAnswer) -> dict[str, float]:
     """The three grades and their ``mean``. Raises SampleError unless each is there once, from 1 to 5."""
     grades = {}
     for axis in AXES:
-        found = re.findall(rf"\b{axis}\s+score\s*(?:\(1-5\))?\s*:\s*\**(\d+(?:\.\d+)?)", answer.text, re.I)
+        found = re.findall(rf"\b{axis}\s+score(?:\s*\(1-5\))?\s*:\s*\**(\d+(?:\.\d+)?)", answer.text, re.I)
         if len(found) != 1 or not 1 <= float(found[0]) <= _GRADE_MAX:
             raise SampleError(
                 f"the model answered {answer.text!r}; expected one '{axis.title()} Score (1-5): X', X from "
