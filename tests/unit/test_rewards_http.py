@@ -109,6 +109,7 @@ def test_a_bad_service_gives_no_sample_a_score(case: str) -> None:
         {"align": {"other": 0.5}},
         {"align": {"align": 10**400}},
         {"align": {"align": 0.5, "": 0.5}},
+        {"align": {"align": 0.5, "\ud800": 0.5}},
         {"other": {"align": 0.5}},
     ],
 )
@@ -135,6 +136,13 @@ def test_a_service_that_repeats_the_key(monkeypatch: pytest.MonkeyPatch) -> None
             Http(server=keyed, reward="align").check(["a"], [{}])
     assert "[key]" in str(found)
     assert "sk-secret" not in f"{found} {error.value}"
+
+
+def test_an_error_with_half_a_character_can_be_printed() -> None:
+    body_sent = {"results": [{}], "errors": [{"align": "no \ud800"}]}
+    with reward_server(lambda request, body: as_json(body_sent)) as server:
+        found = ask(server.url, batch_size=1)["score"]
+    assert all("no \\ud800" in str(each) and str(each).encode() for each in found)
 
 
 def test_numbers_too_large_for_a_float_are_refused() -> None:

@@ -392,6 +392,7 @@ def safe_message(server: RewardServer, error: Exception) -> str:
     text = str(error)
     if len(text) > 2 * _SEARCHED:  # megabytes would take seconds
         text = text[:_SEARCHED] + text[-_SEARCHED:]
+    text = text.encode("utf-8", "backslashreplace").decode()  # JSON may hold halves of characters
     if key := _key(server):
         text = _spellings(key).sub("[key]", text)
     if len(text) > _MESSAGE_START + _MESSAGE_END:

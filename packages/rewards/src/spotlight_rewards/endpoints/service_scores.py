@@ -200,7 +200,7 @@ def _sample_scores(result: object, errors: object, reward: str) -> Scores | Samp
     if not isinstance(scores, dict) or not scores:
         return SampleError(f"the service sent {result!r}; expected scores of {reward!r}")
     for name, value in scores.items():
-        if not name or not _is_finite(value):
+        if not name or not name.isprintable() or not _is_finite(value):
             return SampleError(
                 f"the service sent {value!r} as {name!r}; expected a finite number and its name"
             )
