@@ -22,6 +22,7 @@ import pytest
 from dashboard_page import CHROMIUM, open_view, watched
 from main_job import Job
 from ray_job import running
+from reward_functions import GATE
 from tests.unit.dashboard_run import (
     BEARER,
     HOSTILE,
@@ -371,6 +372,21 @@ def test_changes_are_asked_for_again_after_a_refusal(browser: Browser, place: Pa
         page.wait_for_selector("#connection:text-is('live')")
 
 
+def test_an_address_of_a_run_that_is_yet_to_come_shows_that_run_when_it_has(
+    browser: Browser, own_place: Path
+) -> None:
+    with served(own_place) as address, watched(browser) as page:
+        open_view(page, address, "log", run="later")
+        page.wait_for_selector("#connection:text-is('live')")
+        assert page.locator("#run").input_value() == "wild"
+        make_run(own_place / "unasked", 2)
+        page.wait_for_selector("#run option[value=unasked]", state="attached")
+        assert page.locator("#run").input_value() == "wild"
+        make_run(own_place / "later", 2)
+        page.wait_for_function("() => document.getElementById('run').value === 'later'")
+        assert page.title() == "later: log – Spotlight"
+
+
 def test_the_choice_of_runs_tells_how_each_is_now(browser: Browser, own_place: Path) -> None:
     make_run(own_place / "other", 8)
     with served(own_place) as address, watched(browser) as page:
@@ -423,7 +439,11 @@ def test_ten_thousand_iterations_are_painted_within_a_second(browser: Browser) -
 
 
 @pytest.mark.timeout(1500)
-def test_a_node_killed_while_its_run_is_watched(browser: Browser, job: Job) -> None:
+def test_a_node_killed_while_its_run_is_watched(
+    browser: Browser, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = job.root / "all-views-are-open"
+    monkeypatch.setenv(GATE, str(gate))
     trace = job.root / "watched.csv"
     trace.write_text(
         "# spotlight trace horizon_s=60.0\ntime_s,event,node,gpus\n0,add,spot-1,1\n0.1,add,spot-2,1\n"
@@ -437,6 +457,7 @@ def test_a_node_killed_while_its_run_is_watched(browser: Browser, job: Job) -> N
                 pages = {view: others.enter_context(watched(browser)) for view in VIEWS[1:]}
                 for view, page in pages.items():
                     open_view(page, address, view, run="watched")
+                gate.touch()
                 killed = str(it.wait_for("SELECT worker FROM samples WHERE worker LIKE 'spot-%'")[0][0])
                 it.kill(int(killed.partition("/")[0].removeprefix("spot-")))
                 for view in ("log", "cluster"):

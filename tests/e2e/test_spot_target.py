@@ -6,6 +6,7 @@ Rollouts take their time asleep, so that more nodes make them faster on a machin
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -132,9 +133,12 @@ def test_a_deadline_adds_nodes_and_a_killed_head_keeps_to_it(job: Job) -> None:
     )
     arguments = job.arguments("deadline", *SMALL, *RUN, *settings)
     first_s, _, each_s, _ = measured(run, [*arguments, "--deadline-h", "1000"])
-    # Two more attempts begin, of a first iteration each, and one node would be too late.
-    allowed_s = time.time() - began_s + 2 * first_s + 0.5 * left(run) * each_s
-    arguments += ["--deadline-h", f"{allowed_s / 3600:.4f}"]
+    # Two more attempts begin, of a first iteration each, and one node would be too late: also in the second,
+    # which still has the time for a start. So the more is left, the longer a start takes.
+    trained = len(read_metrics(run))
+    rest = max(ITERATIONS - trained, math.ceil(3 + 3 * first_s / each_s))
+    allowed_s = time.time() - began_s + 2 * first_s + 0.5 * rest * each_s
+    arguments += [f"iterations={trained + rest}", "--deadline-h", f"{allowed_s / 3600:.4f}"]
     with running(run, arguments) as it:
         wait_until(it, lambda: bool(asked(it)))
         it.wait_for("SELECT 1 FROM incidents WHERE kind = 'node_joined' AND spot AND attempt = 2", 2)
@@ -150,7 +154,7 @@ def test_a_deadline_adds_nodes_and_a_killed_head_keeps_to_it(job: Job) -> None:
     rows = read_metrics(run)
     nodes = [int(row.values["target/nodes_asked"]) for row in rows if "target/nodes_asked" in row.values]
     took_s = time.time() - began_s
-    print(f"one node: {each_s:.1f} s an iteration; killed after {trained} of {ITERATIONS}; asked for {nodes}")
+    print(f"one node: {each_s:.1f} s an iteration; killed after {trained} of {len(rows)}; asked for {nodes}")
     print(f"deadline after {allowed_s:.0f} s, ended after {took_s:.0f} s\n{printed}")
     assert took_s < allowed_s
     report = clean_audit(run, LIMITS)

@@ -77,7 +77,7 @@ def test_a_vote_waits_for_the_pictures_and_a_double_click_is_one(browser: Browse
         for route in held:
             route.continue_()
         page.unroute("**/ballots/**")
-        page.wait_for_function("document.querySelector('.ballot .references img').naturalWidth === 48")
+        page.wait_for_function("() => document.querySelector('.ballot .references img').naturalWidth === 48")
         page.click(".ballot .picture button >> nth=1")
         page.keyboard.press("9")  # not another view, while a vote is being made
         assert (

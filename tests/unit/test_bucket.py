@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import json
 import random
+import shutil
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -268,7 +269,28 @@ def test_a_copy_from_which_another_machine_went_on_is_replaced(
         assert (copy.run / "mine").exists()
         bring_to_work(copy, head.replicator.newest, objects, notes.append)
         assert not (copy.run / "mine").exists()
-    assert sum("where another machine went on" in note for note in notes) == 1
+    assert sum("where the run went on" in note for note in notes) == 1
+
+
+def test_a_disk_that_was_restored_is_brought_up_to_the_bucket(objects: Objects, tmp_path: Path) -> None:
+    with working_copy(tmp_path, "demo") as copy:
+        pass
+    machine = tmp_path / "work"
+    head = Head(machine, objects, copy.id)
+    head.begin()
+    head.checkpoint(1)
+    head.replicator.sync()
+    shutil.copytree(machine, tmp_path / "saved")
+    head.checkpoint(2)
+    head.replicator.sync()
+    shutil.rmtree(machine)
+    (tmp_path / "saved").rename(machine)
+    with working_copy(tmp_path, "demo") as copy:
+        bring_to_work(copy, head.replicator.newest, objects, quiet)
+        newest = CheckpointStore(RunPaths(copy.run).checkpoints, keep=2).newest_header()
+        assert newest is not None
+        assert newest.iteration == 2
+        bring_to_work(copy, head.replicator.newest, objects, lambda note: pytest.fail(note))
 
 
 def test_one_process_of_a_machine_has_the_working_copy(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from spotlight.store.checkpoints import LATEST, CheckpointStore
 from spotlight.store.manifest import MANIFEST
@@ -24,6 +24,7 @@ from spotlight.store.run_directory import RunPaths, hold, let_go
 from spotlight.store.store_errors import RunInUseError
 from spotlight_bucket.bucket_objects import BucketError, Objects
 from spotlight_bucket.receiving import MissingChunkError, receive
+from spotlight_bucket.run_files import serial_of
 from spotlight_bucket.snapshots import RunSnapshot, StoredFile, newest_snapshot
 from spotlight_rewards.base.file_errors import size, storage_errors
 from spotlight_rewards.base.files import TEMPORARY_PREFIX, write_atomically
@@ -99,15 +100,16 @@ def working_copy(folder: Path, name: str) -> Iterator[WorkingCopy]:
 def bring_to_work(
     copy: WorkingCopy, base: RunSnapshot, objects: Objects, note: Callable[[str], None]
 ) -> None:
-    """Make the working copy what the run goes on from: as it is, where the bucket's state came from it.
+    """Make the working copy what the run goes on from: as it is, where the bucket's state came from it and it
+    has its newest checkpoint. A disk that was restored has not.
 
     Raises StoreError, of the bucket or the disk.
     """
     is_here = RunPaths(copy.run).config.is_file()
-    if not base.files or (is_here and base.copy == copy.id):
+    if not base.files or (is_here and base.copy == copy.id and not _is_behind(copy.run, base.files)):
         return
     if is_here:
-        note(f"{copy.run} is older than {objects.address}, where another machine went on: it is replaced")
+        note(f"{copy.run} is older than {objects.address}, where the run went on: it is replaced")
     note(f"bringing {size(base.size_bytes)} from {objects.address} to {copy.run}")
     fresh = copy.runs_dir / f"{TEMPORARY_PREFIX}{copy.name}"
     _remove_others(fresh, base.files)
@@ -115,6 +117,13 @@ def bring_to_work(
     with storage_errors("cannot replace the working copy", copy.run):
         shutil.rmtree(copy.run, ignore_errors=True)
         fresh.rename(copy.run)
+
+
+def _is_behind(run: Path, files: Mapping[str, StoredFile]) -> bool:
+    checkpoints = RunPaths(run).checkpoints
+    names = (PurePosixPath(path).parts[1] for path in files if path.startswith(f"{checkpoints.name}/"))
+    here = (path.name for path in checkpoints.glob("*"))
+    return max(map(serial_of, names), default=0) > max(map(serial_of, here), default=0)
 
 
 class ReadCopy:

@@ -108,7 +108,7 @@ def _opened_checkpoints(run: Path, stack: ExitStack) -> list[OpenFile]:
     folder = RunPaths(run).checkpoints
     for _ in range(_LOOKS_MAX):
         pointer = pointer_of(run)
-        newest = _serial(pointer.decode("utf-8", "replace").partition(" ")[0])
+        newest = serial_of(pointer.decode("utf-8", "replace").partition(" ")[0])
         with ExitStack() as opened:
             try:
                 found = [_opened(path, run, opened) for path in _committed(folder, newest)]
@@ -124,11 +124,12 @@ def _opened_checkpoints(run: Path, stack: ExitStack) -> list[OpenFile]:
 
 def _committed(folder: Path, newest: int) -> Iterator[Path]:
     for each in sorted(folder.iterdir()) if newest and folder.is_dir() else ():
-        if 0 < _serial(each.name) <= newest:
+        if 0 < serial_of(each.name) <= newest:
             yield from (path for path in sorted(each.rglob("*")) if path.is_file())
 
 
-def _serial(name: str) -> int:
+def serial_of(name: str) -> int:
+    """Of a checkpoint; 0: it is none."""
     match = _CHECKPOINT.fullmatch(name)
     return int(match[1]) if match else 0
 

@@ -40,10 +40,10 @@ function readAddress() {
         return "";
       }
     });
-  const known = VIEWS.some(([name]) => name === view);
+  const isRun = (name) => runs.some((each) => each.name === name);
   return {
-    run: runs.some((each) => each.name === run) ? run : (runs[0]?.name ?? null),
-    view: known ? view : "overview",
+    run: [run, here.run, runs[0]?.name].find(isRun) ?? null,
+    view: VIEWS.some(([name]) => name === view) ? view : "overview",
     argument: argument ?? "",
   };
 }
@@ -173,9 +173,8 @@ function follow() {
       readRuns().then(again, (error) => (error instanceof NoSession ? askToken(error) : again()));
     });
     source.addEventListener("runs", async () => {
-      const before = here.run;
       await readRuns().catch(() => {});
-      if (!before || !runs.some((each) => each.name === before)) show();
+      if (readAddress().run !== here.run) show(); // the address may name a run that is yet to come
     });
     source.addEventListener("changed", (event) => {
       readRunsSoon();
