@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from spotlight_kernels import registered
@@ -283,3 +283,29 @@ def test_torch_hears_of_operators_only_where_somebody_listens(monkeypatch: pytes
     for operator in operators:
         monkeypatch.setattr(operator, "_dispatched", None)
     assert all(map(torch.equal, _every_operator(x), wanted))
+
+
+class _Sharded(Tensor):
+    """Says which operator it was dispatched."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise LookupError(str(func))
+
+
+def test_torch_hears_of_tensors_that_are_no_plain_ones_wherever_they_stand() -> None:
+    x = torch.randn(2, 3, 16)
+    other, row = (torch.Tensor._make_subclass(_Sharded, each) for each in (x, x[0, 0]))
+    for compute in (
+        lambda: gated(x, other, silu=True),
+        lambda: join_heads([HeadStream(x), HeadStream(other)], 8, EPS, rounded=True),
+        lambda: join_heads([HeadStream(x, row)], 8, EPS, rounded=True),
+        lambda: add_norm(x, None, Modulation(scale=row), EPS, rounded=True),
+    ):
+        with torch.no_grad(), pytest.raises(LookupError, match="spotlight_kernels"):
+            compute()
+    nothing = x.to("meta")
+    assert gated(nothing, nothing, silu=True).is_meta
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(x)
+    assert isinstance(gated(fake, fake, silu=True), FakeTensor)

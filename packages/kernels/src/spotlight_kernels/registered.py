@@ -1,6 +1,6 @@
 """What the fused operators of :mod:`~spotlight_kernels.operators` launch, and their registration with torch.
 
-They are there on CUDA, on tensors without memory, and with Triton's interpreter on CPUs.
+The operators are registered for CUDA, for tensors without memory, and with Triton's interpreter for CPUs.
 """
 
 from __future__ import annotations
@@ -307,10 +307,14 @@ def _empty_gated_backward(gradient: Tensor, gate: Tensor, value: Tensor, silu: b
     return gradient.new_empty((*others, 2 * width) if joined else (2, *gradient.shape))
 
 
-class _Operator:
-    """An operator of torch; where nothing else would hear of it, without torch's dispatch.
+WHERE = "is_cpu" if INTERPRETED else "is_cuda"
+"""The attribute that is true of tensors on which kernels run."""
+_PLAIN = {Tensor, torch.nn.Parameter, type(None), list, int, float, bool}
+"""Types without a dispatch of their own, which sharded tensors and those without memory have."""
 
-    To pass through C++ into Python takes the host as long as what is done there.
+
+class _Operator:
+    """An operator of torch; where nothing else would hear of it, without torch's dispatch, to spare the host.
 
     Args:
         launch: computes it where kernels run.
@@ -337,16 +341,16 @@ class _Operator:
         self._dispatched = getattr(torch.ops.spotlight_kernels, name).default
 
     def __call__(self, *arguments: Any) -> Any:
-        # Compilers, counters and selective recomputation listen; subclasses (of no memory, sharded) want to.
-        heard = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
-        if heard or type(like := self._like(*arguments)) not in _PLAIN or not getattr(like, WHERE):
-            return self._dispatched(*arguments)
-        return self._launch(*arguments)
+        # Compilers, counters and selective recomputation listen.
+        if not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()):
+            kinds = set(map(type, arguments))
+            if list in kinds:
+                kinds.update(*(map(type, each) for each in arguments if type(each) is list))
+            if kinds <= _PLAIN and getattr(self._like(*arguments), WHERE):
+                return self._launch(*arguments)
+        return self._dispatched(*arguments)
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)
-WHERE = "is_cpu" if INTERPRETED else "is_cuda"
-"""Of tensors that kernels run on."""
 join_heads = _Operator(
     "join_heads(Tensor[] x, Tensor?[] weight, Tensor?[] cos, Tensor?[] sin, int size, float eps, "
     "float offset, bool rounded) -> Tensor",
