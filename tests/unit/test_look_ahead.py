@@ -39,7 +39,7 @@ def test_of_equal_ends_the_one_that_takes_less_wins(timeline: Timeline) -> None:
     ends = [timeline.finish_s(taken) for taken in range(timeline.waiting + 1)]
     assert budget.finish_s == pytest.approx(min(ends))
     assert all(end > budget.finish_s for end in ends[: budget.units])
-    for taken, end in enumerate(ends):
+    for taken in range(len(ends)):
         assert timeline.at_least_s(taken) <= min(ends[taken:]) * (1 + 1e-9)
 
 
