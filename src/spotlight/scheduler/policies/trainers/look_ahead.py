@@ -91,7 +91,6 @@ class Timeline:
             now_s = max(now_s, ready_s) + self.train_s
         return now_s
 
-
     def at_least_s(self, taken: int) -> float:
         """What :meth:`finish_s` is at least, for more units, too: the trainers wait for nothing."""
         units = self.ready + self.waiting + len(self.coming) + (self.others is not None and self.others.busy)
