@@ -180,6 +180,9 @@ def check_identity(connection: sqlite3.Connection, path: Path) -> int:
     return version
 
 
+_NONSENSE = (ValueError, json.JSONDecodeError, UnicodeDecodeError, RecursionError)
+
+
 @contextmanager
 def consistent_reading(connection: sqlite3.Connection) -> Iterator[None]:
     """Read everything in the block from one snapshot. Nests.
@@ -199,6 +202,8 @@ def consistent_reading(connection: sqlite3.Connection) -> Iterator[None]:
             raise
         raise damaged(path, error) from error
     except (ValueError, RecursionError) as error:
+        if type(error) not in _NONSENSE:  # a reader's own refusal
+            raise
         raise damaged(path, error) from error
     finally:
         with suppress(sqlite3.Error):  # which was told
