@@ -16,8 +16,8 @@ from pydantic_core import ErrorDetails
 
 from spotlight.config.preset import with_preset
 from spotlight.config.removed import without_removed
-from spotlight.config.schema import RUN_NAME, RunConfig
-from spotlight.config.section import STATED
+from spotlight.config.schema import RunConfig
+from spotlight.config.section import RUN_NAME, STATED
 from spotlight.config.sections.algorithm import KEYS_OF_GROUPS, AlgorithmSection
 from spotlight.config.sections.policies import policy_section
 from spotlight.config.training_stages import settings_in, take_stage

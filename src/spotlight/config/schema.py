@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PlainSerializer, PositiveInt, PrivateAttr
 
 from spotlight.config.requires import problems_of
-from spotlight.config.section import Section
+from spotlight.config.section import RUN_NAME, Section
 from spotlight.config.sections.algorithm import AlgorithmConfig, DiffusionNFTConfig
 from spotlight.config.sections.evaluation import EvaluationConfig
 from spotlight.config.sections.exploration import ExplorationConfig
@@ -39,9 +39,6 @@ from spotlight_rewards.reward_config import RewardConfig
 def _address(runs_dir: Path) -> str:
     """With both slashes of an address, of which a path has one."""
     return re.sub("^([a-z][a-z0-9]+):/(?!/)", r"\1://", str(runs_dir))
-
-
-RUN_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
 
 
 class RunConfig(Section):

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, Field, FiniteFloat, PositiveInt, ValidationError
 
-from spotlight.config.schema import RUN_NAME
+from spotlight.config.section import RUN_NAME
 from spotlight_rewards.base.errors import ConfigError, Problem, did_you_mean
 from spotlight_rewards.base.strict_section import StrictSection
 from spotlight_rewards.base.yaml_tree import read_tree
