@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,19 @@ class Predicting:
         slope = torch.arange(velocity.numel()).view_as(velocity).cos()
         found = torch.autograd.grad(velocity, leaves, slope, allow_unused=True)  # the last block's text
         return [velocity.detach(), *(each for each in found if each is not None)]
+
+    def exact_gradients(self) -> list[Tensor]:
+        """The same in float64: float32 rounds, whichever operators compute it."""
+        exact = copy.copy(self)
+        exact.family = copy.copy(self.family)
+        exact.family.dtype = torch.float64
+        exact.model = copy.deepcopy(self.model).double()
+        exact.latents = self.latents.detach().double().requires_grad_()
+        exact.conditions = [
+            Condition({name: tensor.double() for name, tensor in each.tensors.items()})
+            for each in self.conditions
+        ]
+        return exact.gradients()
 
 
 def _typed_as(model: nn.Module, other: nn.Module) -> nn.Module:
