@@ -11,8 +11,8 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from learner_world import World, algorithm, cut, first_update, make_learner, roll_out, train_batch
+from tests.collectives import Collectives
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from spotlight.training.learner import Learner, TrainingSample
 from spotlight.training.lora_export import export_lora
@@ -57,21 +57,11 @@ def run_case(case: str, learner: Learner, directory: Path) -> dict[str, object]:
 TIMESTEPS = 3
 
 
-class _Gathers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts; a profiler would notice every operator, and take longer over them than they do."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.c10d._allgather_base_.default
-        return func(*args, **(kwargs or {}))
-
-
 def gathers(work: Callable[[], object]) -> int:
     """All-gathers of parameters during ``work``, as the process group is asked for them."""
-    with _Gathers() as seen:  # type: ignore[no-untyped-call]
+    with Collectives() as collectives:
         work()
-    return seen.count
+    return collectives.seen["_allgather_base_"]
 
 
 def run_passes(world: World, ranks: Ranks, directory: Path) -> dict[object, object]:
