@@ -1,4 +1,4 @@
-"""Fused operators compute what diffusers does: tests of ``kernels/``, in processes that interpret Triton."""
+"""Fused operators compute what diffusers does: tests of ``kernels/``, in a process that interprets Triton."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 HERE = Path(__file__).parent / "kernels"
 
 
-@pytest.mark.timeout(1200)  # all of them, of which none may take 300 s
+@pytest.mark.timeout(1200)  # of all together; each has the usual 300 s
 @pytest.mark.parametrize("tier", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 def test_kernels_pass_their_tests(tier: str) -> None:
     pytest.importorskip("triton")

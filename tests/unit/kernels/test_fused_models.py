@@ -36,8 +36,10 @@ def test_a_model_computes_fused_what_it_does_otherwise(
     model: Any = predicting.model
     model.enable_gradient_checkpointing()
     found = predicting.gradients()
-    assert len(found) == len(wanted), "what has no gradient has none fused, either"
+    assert len(found) == len(wanted) == len(exact), "what has no gradient has none fused, either"
     assert max(map(far, found, exact)) < 1e-5
+    # Krea 2's own are that far from float64.
+    assert max(map(far, found, wanted)) < 1e-5 or max(map(far, wanted, exact)) > 1e-5
     assert not torch.equal(found[0], wanted[0]), "other operators ran"
     with torch.no_grad():
         assert torch.equal(predicting(), found[0])
