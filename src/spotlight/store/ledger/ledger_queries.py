@@ -180,7 +180,7 @@ def check_identity(connection: sqlite3.Connection, path: Path) -> int:
     return version
 
 
-_NONSENSE = (ValueError, json.JSONDecodeError, UnicodeDecodeError, RecursionError)
+_PARSE_ERRORS = (ValueError, json.JSONDecodeError, UnicodeDecodeError, RecursionError)
 
 
 @contextmanager
@@ -202,7 +202,7 @@ def consistent_reading(connection: sqlite3.Connection) -> Iterator[None]:
             raise
         raise damaged(path, error) from error
     except (ValueError, RecursionError) as error:
-        if type(error) not in _NONSENSE:  # a reader's own refusal
+        if type(error) not in _PARSE_ERRORS:  # a reader's own refusal
             raise
         raise damaged(path, error) from error
     finally:
