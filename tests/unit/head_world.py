@@ -106,7 +106,7 @@ class FakeBlobStore:
         return Method(call)
 
     def deliver_now(self, event: ev.Event | RolloutSpeed, mark: str = "") -> None:
-        self.mailbox.append(Delivered(event, mark))
+        self.mailbox.append(Delivered(event, mark, 0))
         if self.asked is not None:
             asked, self.asked = self.asked, None
             taken, self.mailbox = self.mailbox, []
@@ -126,11 +126,11 @@ class FakeBlobStore:
     def _put(self, *args: Any) -> asyncio.Future[Any]:
         return answered(True)
 
-    def _drop(self, kind: str, names: Sequence[str]) -> asyncio.Future[Any]:
+    def _drop(self, kind: str, names: Sequence[str], last_put: int | None) -> asyncio.Future[Any]:
         self.dropped.append((kind, tuple(names)))
         return answered(None)
 
-    def _keep_only(self, kind: str, names: Sequence[str]) -> asyncio.Future[Any]:
+    def _keep_only(self, kind: str, names: Sequence[str], last_put: int) -> asyncio.Future[Any]:
         self.swept.append((kind, set(names)))
         return answered(0)
 

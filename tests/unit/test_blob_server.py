@@ -59,7 +59,7 @@ def test_values_are_there_when_their_events_are(tmp_path: Path) -> None:
         taken = await server.take(SOON_S)
         kept = [store.get("progress", f"r{i}", "m") for i in range(20)]
         assert all(each and each.step == 3 for each in kept)
-        assert taken == [Delivered(event, "m") for event in report(A, 1).events]
+        assert taken == [Delivered(event, "m", store.puts) for event in report(A, 1).events]
         await delivering
         assert await server.fetch("progress", ["r4", "other"], "m") == [StoredBlob(3, b"x" * 200_000), None]
         assert await server.fetch("progress", ["r4"]) == [None]

@@ -50,6 +50,7 @@ class VaultLikeADict(RuleBasedStateMachine):
         self.store = BlobStore(self.directory, MEMORY)
         self.model: dict[tuple[str, str, str], StoredBlob] = {}
         self.recent: OrderedDict[tuple[str, str, str], int] = OrderedDict()
+        self.marked, self.since = 0, set[tuple[str, str, str]]()
 
     def teardown(self) -> None:
         self.store.close()
@@ -65,6 +66,7 @@ class VaultLikeADict(RuleBasedStateMachine):
         for key, step, size, fill in puts:
             kind, name, mark = key
             data = bytes([fill]) * size
+            self.since.add(key)
             newer = key not in self.model or self.model[key].step < step
             assert self.store.put(kind, name, data, weights_digest=mark, step=step) is newer
             if not newer:
@@ -83,16 +85,25 @@ class VaultLikeADict(RuleBasedStateMachine):
             if key in self.recent:
                 self.recent.move_to_end(key)
 
-    @rule(kind=KINDS, names=st.sets(NAMES, max_size=1))
-    def drop(self, kind: str, names: set[str]) -> None:
-        self.store.drop(kind, [*names, "never there"])
-        for key in [key for key in self.model if key[0] == kind and key[1] in names]:
+    @rule()
+    def mark(self) -> None:
+        self.marked = self.store.puts
+        self.since.clear()
+
+    def _gone(self, kind: str, names: set[str], spares: bool) -> list[tuple[str, str, str]]:
+        spared = self.since if spares else ()
+        return [key for key in self.model if key[0] == kind and key[1] in names and key not in spared]
+
+    @rule(kind=KINDS, names=st.sets(NAMES, max_size=1), spares=st.booleans())
+    def drop(self, kind: str, names: set[str], spares: bool) -> None:
+        self.store.drop(kind, [*names, "never there"], self.marked if spares else None)
+        for key in self._gone(kind, names, spares):
             self._forget(key)
 
-    @rule(kind=KINDS, others=st.sets(NAMES, max_size=1))
-    def keep_only(self, kind: str, others: set[str]) -> None:
-        gone = [key for key in self.model if key[0] == kind and key[1] in others]
-        assert self.store.keep_only(kind, {"r0", "r1", "r2", "r3", "r4"} - others) == len(gone)
+    @rule(kind=KINDS, others=st.sets(NAMES, max_size=1), spares=st.booleans())
+    def keep_only(self, kind: str, others: set[str], spares: bool) -> None:
+        stay, gone = {"r0", "r1", "r2", "r3", "r4"} - others, self._gone(kind, others, spares)
+        assert self.store.keep_only(kind, stay, self.marked if spares else None) == len(gone)
         for key in gone:
             self._forget(key)
 

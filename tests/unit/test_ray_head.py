@@ -443,9 +443,9 @@ def test_a_learner_lost_right_after_its_checkpoint_goes_back_to_that_one(tmp_pat
         else:
             inner = it.store._keep_only
 
-            def keep_only(kind: str, names: Sequence[str]) -> asyncio.Future[Any]:
+            def keep_only(kind: str, names: Sequence[str], last_put: int) -> asyncio.Future[Any]:
                 lose()
-                return inner(kind, names)
+                return inner(kind, names, last_put)
 
             it.store._keep_only = keep_only  # type: ignore[method-assign]
         it.run()

@@ -260,7 +260,7 @@ class Head:
                 self.log.scored(rollout, scores)
             case ef.DiscardSamples(rollouts):
                 parts.samples.forget(rollouts)
-                parts.conversations.start(parts.samples.drop(rollouts))
+                parts.conversations.start(parts.samples.drop(rollouts, parts.samples.store.puts))
             case ef.ReportEvaluation():
                 parts.conversations.start(self._report_evaluation(effect))
             case ef.ReportExploration(_, report):

@@ -69,18 +69,24 @@ class AcceptedSamples:
         for rollout in rollouts:
             self.digests.pop(rollout, None)
 
-    async def drop(self, rollouts: Sequence[RolloutId]) -> None:
-        """Delete the stored values of discarded rollouts, unless another sample's are the same."""
+    async def drop(self, rollouts: Sequence[RolloutId], last_put: int) -> None:
+        """Delete the stored values of discarded rollouts, unless another sample's are the same.
+
+        Args:
+            last_put: the store's :attr:`~BlobClient.puts` when they were discarded. After a lost learner they
+                are made again with the same weights, perhaps before the store hears of this.
+        """
         names = [self.previews.pop(rollout, rollout) for rollout in rollouts]
         needed = {*self.digests, *self.previews.values()}
         unused = [name for name in names if name not in needed]
         for kind in VALUES:
-            await self.store.drop(kind, unused)
+            await self.store.drop(kind, unused, last_put)
 
     async def sweep(self, issued: Iterable[RolloutId]) -> None:
         """Delete values left by late reports: all except accepted and ``issued`` rollouts."""
         known = {*issued, *self.digests, *self.previews.values()}
-        await asyncio.gather(*(self.store.keep_only(kind, known) for kind in VALUES))
+        puts = self.store.puts  # by now, as ``known`` is: more may be issued while this is under way
+        await asyncio.gather(*(self.store.keep_only(kind, known, puts) for kind in VALUES))
 
 
 @dataclass(slots=True)

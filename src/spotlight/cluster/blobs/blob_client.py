@@ -22,17 +22,23 @@ TAKE_S = 20.0
 class BlobClient:
     """The head's client.
 
+    Attributes:
+        puts: of the store, as of the last event taken. What is put for work issued later comes after them.
+
     Methods raise :class:`RayLostError` on silence, and StoreError if its disk is full or broken.
     """
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
+        self.puts = 0
 
     async def take(self) -> list[Delivered]:
         """Events delivered by workers, in each worker's order; empty on timeout."""
         delivered: list[Delivered] = await self._ask(
             self._actor.take.remote(TAKE_S), "reports of workers", 2 * TAKE_S
         )
+        if delivered:
+            self.puts = delivered[-1].puts
         return delivered
 
     async def fetch(self, kind: str, names: Sequence[str], weights_digest: str) -> list[StoredBlob | None]:
@@ -47,13 +53,13 @@ class BlobClient:
         """Store a blob."""
         await self._ask(self._actor.put.remote(kind, name, data), f"storing {kind} {name}")
 
-    async def drop(self, kind: str, names: Sequence[str]) -> None:
-        """Delete blobs."""
-        await self._ask(self._actor.drop.remote(kind, list(names)), f"dropping {kind}s")
+    async def drop(self, kind: str, names: Sequence[str], last_put: int | None = None) -> None:
+        """Delete blobs; see :meth:`BlobStore.drop`."""
+        await self._ask(self._actor.drop.remote(kind, list(names), last_put), f"dropping {kind}s")
 
-    async def keep_only(self, kind: str, names: Collection[str]) -> None:
-        """Delete all blobs of a kind except ``names``."""
-        await self._ask(self._actor.keep_only.remote(kind, set(names)), f"sweeping {kind}s")
+    async def keep_only(self, kind: str, names: Collection[str], last_put: int) -> None:
+        """Delete all blobs of a kind except ``names``; see :meth:`BlobStore.drop`."""
+        await self._ask(self._actor.keep_only.remote(kind, set(names), last_put), f"sweeping {kind}s")
 
     async def _ask(self, reference: Awaitable[Any], what: str, deadline_s: float = ANSWER_S) -> Any:
         try:

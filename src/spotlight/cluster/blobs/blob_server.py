@@ -54,10 +54,12 @@ class Delivered:
 
     Attributes:
         weights_digest: of the weights behind the event's values.
+        puts: of the store, those of these values included.
     """
 
     event: Event | RolloutSpeed
     weights_digest: str
+    puts: int
 
 
 class BlobServer:
@@ -102,7 +104,8 @@ class BlobServer:
                 while len(self._mailbox) >= self._mailbox_events:
                     self._emptied.clear()
                     await self._emptied.wait()
-                self._mailbox.extend(Delivered(event, report.weights_digest) for event in report.events)
+                puts = self._store.puts
+                self._mailbox.extend(Delivered(each, report.weights_digest, puts) for each in report.events)
                 self._filled.set()
 
     async def take(self, timeout_s: float) -> list[Delivered]:
@@ -140,13 +143,13 @@ class BlobServer:
             lambda: self._store.put(kind, name, bytes(data), weights_digest=weights_digest, step=step)
         )
 
-    async def drop(self, kind: str, names: Sequence[str]) -> None:
+    async def drop(self, kind: str, names: Sequence[str], last_put: int | None = None) -> None:
         """Delete blobs under any weights digest."""
-        await asyncio.to_thread(self._store.drop, kind, names)
+        await asyncio.to_thread(self._store.drop, kind, names, last_put)
 
-    async def keep_only(self, kind: str, names: Collection[str]) -> int:
+    async def keep_only(self, kind: str, names: Collection[str], last_put: int | None = None) -> int:
         """Delete all blobs of a kind except ``names``; returns how many."""
-        return await asyncio.to_thread(self._store.keep_only, kind, names)
+        return await asyncio.to_thread(self._store.keep_only, kind, names, last_put)
 
     async def close(self) -> None:
         """Delete everything, files included."""

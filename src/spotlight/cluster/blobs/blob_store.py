@@ -68,7 +68,9 @@ def _stored_blob(step: int, data: bytes | memoryview) -> StoredBlob:
 class _Entry:
     """An indexed blob, in memory (``data``) or on disk (``path``), never both.
 
-    ``moving``: a thread is writing it to disk and will free its memory.
+    Attributes:
+        moving: a thread is writing it to disk and will free its memory.
+        put: how many puts there had been when it was last put.
     """
 
     key: _Key
@@ -77,6 +79,7 @@ class _Entry:
     data: bytes | None = None
     path: Path | None = None
     moving: bool = False
+    put: int = 0
 
 
 @dataclass(slots=True)
@@ -88,12 +91,18 @@ class _Index:
     memory_bytes: int = 0
     disk_bytes: int = 0
     values: int = 0
+    puts: int = 0
+
+    def count_put(self, entry: _Entry) -> None:
+        self.puts += 1
+        entry.put = self.puts
 
     def find(self, key: _Key) -> _Entry | None:
         kind, name, weights_digest = key
         return self.kinds.get(kind, {}).get(name, {}).get(weights_digest)
 
     def add(self, entry: _Entry) -> None:
+        self.count_put(entry)
         kind, name, weights_digest = entry.key
         self.kinds.setdefault(kind, {}).setdefault(name, {})[weights_digest] = entry
         self.values += 1
@@ -122,8 +131,9 @@ class _Index:
         entry.data, entry.path = None, path
         self.disk_bytes += entry.size
 
-    def under(self, kind: str, name: str) -> list[_Entry]:
-        return list(self.kinds.get(kind, {}).get(name, {}).values())
+    def under(self, kind: str, names: Iterable[str], last_put: int | None) -> list[_Entry]:
+        entries = [each for name in names for each in self.kinds.get(kind, {}).get(name, {}).values()]
+        return [each for each in entries if last_put is None or each.put <= last_put]
 
 
 class BlobStore:
@@ -145,6 +155,11 @@ class BlobStore:
         self._index_lock, self._room_lock = threading.Lock(), threading.Lock()
         self._closed = False
         self._folder = SpillFolder.claim(directory)
+
+    @property
+    def puts(self) -> int:
+        """Puts so far, those of what was stored already included."""
+        return self._index.puts
 
     def put(self, kind: str, name: str, data: bytes, *, weights_digest: str = "", step: int = 0) -> bool:
         """Store a blob; False if this or a later step is stored already.
@@ -186,20 +201,24 @@ class BlobStore:
                     return None
                 # Otherwise it was replaced or dropped during the read: look again.
 
-    def drop(self, kind: str, names: Iterable[str]) -> None:
-        """Delete blobs under any weights digest; unknown names are ignored."""
+    def drop(self, kind: str, names: Iterable[str], last_put: int | None = None) -> None:
+        """Delete blobs under any weights digest; unknown names are ignored.
+
+        Args:
+            last_put: spares what was put, or put again, after so many :attr:`puts`; default: nothing.
+        """
         with self._index_lock:
-            gone = [entry for name in names for entry in self._index.under(kind, name)]
+            gone = self._index.under(kind, names, last_put)
             for entry in gone:
                 self._index.remove(entry)
         _delete(gone)
 
-    def keep_only(self, kind: str, names: Collection[str]) -> int:
-        """Delete all blobs of a kind except ``names``; returns how many."""
+    def keep_only(self, kind: str, names: Collection[str], last_put: int | None = None) -> int:
+        """Delete all blobs of a kind except ``names``; returns how many. See :meth:`drop`."""
         stay = frozenset(names)
         with self._index_lock:
             others = [name for name in self._index.kinds.get(kind, {}) if name not in stay]
-            gone = [entry for name in others for entry in self._index.under(kind, name)]
+            gone = self._index.under(kind, others, last_put)
             for entry in gone:
                 self._index.remove(entry)
         _delete(gone)
@@ -215,10 +234,14 @@ class BlobStore:
     # -- putting ---------------------------------------------------------------------------------------
 
     def _wanted(self, entry: _Entry) -> bool:
+        """Whether to store it. If not, what is stored already counts as put again."""
         if self._closed:
             raise StoreError(f"{self._folder.path}: cannot keep {_label(entry)}: the blob store is closed")
         there = self._index.find(entry.key)
-        return there is None or there.step < entry.step
+        if there is None or there.step < entry.step:
+            return True
+        self._index.count_put(there)
+        return False
 
     def _fits(self, entry: _Entry) -> bool:
         there = self._index.find(entry.key)
