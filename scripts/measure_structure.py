@@ -151,7 +151,7 @@ def walk(packages: Sequence[Path], driver: str) -> dict[str, list[str]]:
         arguments = ["name=walk", f"runs_dir={flags}", "iterations=3", "checkpoint.every=1"]
         arguments += ["evaluation.every=100", "evaluation.images_per_prompt=4", "evaluation.grid_images=1"]
         arguments += ["metrics.training_pictures_every=0"]
-        arguments += ["rollout.prompts_per_iteration=4", "rollout.group_size=4", f"fleet.driver={driver}"]
+        arguments += ["rollout.prompts_per_iteration=2", "rollout.group_size=2", f"fleet.driver={driver}"]
         command = [sys.executable, "-m", "spotlight.cli", "train", "--plain", *arguments]
         with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
             while process.poll() is None:

@@ -49,6 +49,12 @@ MANY_SEEDS = {
     "the learner is restored before its loss is reported",
     "unanswered commands are not repeated",
     "the best are trained, not the extremes",
+    "ranks that share no batch",
+    "samples of a lost step are made again",
+    "workers keep weights that were undone",
+    "several updates train the same samples",
+    "previews are not preempted",
+    "the learner trains before its last step is durable",
 }
 """Bugs that take many seeds to find; the first tier finds the others."""
 

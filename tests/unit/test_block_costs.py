@@ -119,15 +119,20 @@ KEPT = {
     ("model", "kind"),
     [pytest.param(*each, marks=() if each[0] == QWEN else pytest.mark.slow) for each in KEPT],
 )
-def test_a_block_keeps_its_products_alone_and_repeats_none(model: str, kind: str) -> None:
+def test_a_block_keeps_its_products_alone(model: str, kind: str) -> None:
     work = Work(512, 2, 64)
     found = {mode: kept(VARIANTS[1], work, mode, model=model, kind=kind) for mode in MODES}
     assert (found["none"], found["elementwise"]) == pytest.approx(KEPT[model, kind], abs=0.3)
     assert 0.95 < found["blocks"] < 1.1, "its input; of Wan without the text"
     fused = kept(FUSED, work, "none", model=model, kind=kind)
     assert fused < found["elementwise"] + 3.5, "queries, keys and branches before their norms, besides"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "kind"), KEPT)
+def test_recomputing_repeats_no_product_but_those_of_whole_blocks(model: str, kind: str) -> None:
     # Wan's text is of 512 tokens whatever the prompt, and has no gradient: little beside a large video.
-    small = work if model.startswith("Wan-AI/") else WORK
+    small = Work(512, 2, 64) if model.startswith("Wan-AI/") else WORK
     flops = {
         mode: block(VARIANTS[1], small, gradient=True, model=model, kind=kind, mode=mode).flops
         for mode in MODES

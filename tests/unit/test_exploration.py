@@ -56,7 +56,7 @@ Tree = Mapping[str, Any]
 
 
 class Watched(FaultySimulation):
-    """Keeps what the controller wrote down and asked for."""
+    """Keeps what the controller wrote down and asked for, and checks it after each event."""
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
@@ -64,6 +64,7 @@ class Watched(FaultySimulation):
 
     def observe(self, event: ev.Event, effects: list[ef.Effect], receipt: Receipt | None) -> None:
         self.seen += effects
+        self.controller.check()
 
     @property
     def issued(self) -> list[Rollout]:
@@ -102,7 +103,7 @@ def ran(
     )
     simulation.begin()
     while simulation.step():
-        simulation.controller.check()
+        pass
     assert simulation.finish is not None
     assert simulation.finish.error is None
     return simulation

@@ -131,13 +131,12 @@ class NodesChooser:
 
     def decide(self, rest: Rest, meter: PaceMeter) -> TargetDecision | None:
         """Call it after each iteration; None as for :meth:`outlook`."""
-        found, model = self.outlook(rest, meter), meter.model
-        if found is None or model is None:
+        if (found := self.outlook(rest, meter)) is None:
             return None
         worth = self._worth(rest.alive, found)
         nodes = self._step(rest, found.best, meter) if worth else rest.asked
         nodes = min(max(nodes, self.nodes_min), self.nodes_max)
-        if nodes == rest.asked:
+        if nodes == rest.asked or (model := meter.model) is None:
             return found
         return replace(found, nodes=nodes, then=forecast(rest, model, meter, nodes))
 
@@ -171,18 +170,16 @@ class NodesChooser:
 
 def forecast(rest: Rest, model: IterationModel, meter: PaceMeter, nodes: int) -> RestForecast:
     """The rest with ``nodes`` asked for from now on; nodes that are new work, and cost, after a delay."""
-
-    def workers(asked: int) -> float:
-        return rest.other_workers + rest.node_workers * meter.served(asked)
-
-    now_s, then_s = model.seconds(workers(rest.asked)), model.seconds(workers(nodes))
+    served = [meter.served(asked) for asked in (rest.asked, nodes)]
+    workers = [rest.other_workers + rest.node_workers * each for each in served]
+    now_s, then_s = map(model.seconds, workers)
     delay_s = meter.delay_s if nodes > rest.asked else 0.0
     made = min(rest.iterations, delay_s / now_s)
     seconds = made * now_s if made == rest.iterations else delay_s + (rest.iterations - made) * then_s
     # A node costs from joining on, which is some time before it works: counted as if from the beginning.
-    usd_h = rest.other_usd_h + rest.node_usd_h * meter.served(nodes)
+    usd_h = rest.other_usd_h + rest.node_usd_h * served[1]
     usd = seconds * usd_h / 3600 if math.isfinite(seconds) else math.inf
-    return RestForecast(nodes, seconds, usd, model.spread_of(rest.iterations, workers(nodes)))
+    return RestForecast(nodes, seconds, usd, model.spread_of(rest.iterations, workers[1]))
 
 
 def choose(options: Sequence[RestForecast], alive: Rest) -> tuple[RestForecast, bool]:

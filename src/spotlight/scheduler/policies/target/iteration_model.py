@@ -99,7 +99,9 @@ class IterationModel(AmdahlTime):
         work_s = min(max(0.0, _weighted_median(slopes)), mean_s / tried)
         fixed_s = max(0.0, mean_s - work_s * tried)
         errors = [each / (fixed_s + work_s * share) - 1 for each, share in zip(seconds, shares, strict=True)]
-        return cls(fixed_s, work_s, max(_SPREAD_MIN, statistics.pstdev(errors)), len(known), tried)
+        # Not `statistics.pstdev`, whose exact fractions take most of a fit.
+        spread = math.dist(errors, [statistics.fmean(errors)] * len(errors)) / math.sqrt(len(errors))
+        return cls(fixed_s, work_s, max(_SPREAD_MIN, spread), len(known), tried)
 
     def spread_of(self, iterations: float, workers: float) -> float:
         """Relative half-width of the range of the mean of so many iterations to come."""
