@@ -175,6 +175,20 @@ def test_these_stay_text(text: str) -> None:
 # -- the schema --------------------------------------------------------------------------------------------
 
 
+ROOT = Path(__file__).parents[2]
+SHIPPED = [path for each in ("examples", "src", "packages") for path in (ROOT / each).rglob("*.yaml")]
+
+
+def test_libyaml_reads_what_python_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where either refuses a text, Python's error is the one that is shown."""
+    assert yaml.__with_libyaml__, "the lock file's wheel has it"
+    strange = ["a: &x {b: 1}\nc: {<<: *x, d: 2}\n", "- |\n  one\n- >\n  two\n  three\n", "", "x: 2001-01-01"]
+    texts = [*strange, *(path.read_text(encoding="utf-8") for path in SHIPPED)]
+    fast = [parse_yaml(text) for text in texts]
+    monkeypatch.setattr(yaml, "__with_libyaml__", False)
+    assert [parse_yaml(text) for text in texts] == fast
+
+
 @pytest.mark.parametrize("section", all_sections(), ids=lambda section: section.__name__)
 def test_every_field_is_described_and_every_section_documented(section: type[Section]) -> None:
     assert section.__doc__

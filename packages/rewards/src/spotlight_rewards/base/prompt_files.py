@@ -51,6 +51,8 @@ _BINARY = {
 """Where files that are no prompts say so."""
 _RECORD = '{"prompt": "two red circles", ...}'
 _OBJECT = '{"class": "circle", "count": 2}'
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f]|" + _SURROGATE.pattern)
 
 
 class PromptFileError(UserError, ValueError):
@@ -291,9 +293,8 @@ def _move_references(record: dict[str, object], key: str) -> None:
 
 
 def _prompt(text: str, metadata: Mapping[str, object]) -> Prompt:
-    for char in text:
-        if (char < " " and char not in "\t\n\r") or _is_surrogate(char):
-            raise BadLineError(f"the character {char!r} in {_short(text)!r}; expected printable text")
+    if found := _UNPRINTABLE.search(text):
+        raise BadLineError(f"the character {found[0]!r} in {_short(text)!r}; expected printable text")
     return Prompt(prompt_id(text, metadata), text, metadata)
 
 
@@ -306,15 +307,11 @@ def _require_utf8(record: Mapping[str, object]) -> None:
                 waiting += (*found, *found.values())
             case list() as found:
                 waiting += found
-            case str() as text if any(map(_is_surrogate, text)):
-                char = next(filter(_is_surrogate, text))
+            case str() as text if half := _SURROGATE.search(text):
                 raise BadLineError(
-                    f"{char!r}, half a character, in {_short(text)!r}; expected both halves, or the character"
+                    f"{half[0]!r}, half a character, in {_short(text)!r}; "
+                    "expected both halves, or the character"
                 )
-
-
-def _is_surrogate(char: str) -> bool:
-    return "\ud800" <= char <= "\udfff"
 
 
 def _require_geneval(record: Mapping[str, object]) -> None:
