@@ -324,7 +324,7 @@ def test_a_node_of_another_version_is_refused_once(cluster: LocalCluster) -> Non
     assert not [entry for entry in listener.entries if entry[2] == cluster.first.name]
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:1", "nowhere", "127.0.0.1:99999999"])
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "nowhere", "127.0.0.1:99999999", "head..svc:6379"])
 def test_a_cluster_that_is_not_there(address: str) -> None:
     with pytest.raises(ConfigError, match=f"fleet.address: found '{address}'"), connected(address):
         pass

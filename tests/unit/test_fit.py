@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from test_small_gpus import GIB, needs, small_run
@@ -209,11 +210,13 @@ def test_what_cannot_be_fitted_is_refused(arguments: list[str], error: str) -> N
     assert re.search(error, said), said
 
 
-def test_without_the_package_that_fits_a_run_the_remedy_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_that_fits_a_run_the_remedy_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setitem(FITTINGS.__dict__, "_added", {})
     code, said = command("--fit", "24")
     assert (code, "pip install 'spotlight-rl[plan]'" in said) == (2, True)
-    code, said = command("--dry-run")
-    assert code == 0
+    code, said = command("--dry-run", f"runs_dir={tmp_path}")
+    assert code == 0, said
     assert "what fits not known this needs the package spotlight-plan" in said
     assert "pip install 'spotlight-rl[plan]'" in trains(24 * GIB).remedy

@@ -177,6 +177,7 @@ def test_a_token_that_was_replaced_is_read_again_and_none_is_reported(
         (says(403), "answered 403.*role of launch/kuberay-scaling.yaml"),
         (says(404), "answered 404.*kubectl get rayclusters"),
         (says(200, b"<html>proxy</html>"), "expected JSON. Is it the address"),
+        (says(200, b"[" * 100_000), "expected JSON. Is it the address"),
         (says(200, {"spec": {}}), "no such group; expected one of none"),
         (
             says(200, {"metadata": {}, "spec": {"workerGroupSpecs": [{"groupName": "spot"}]}}),

@@ -15,7 +15,7 @@ from spotlight_fleet.notices.aws import ACTION, REBALANCE, TOKEN, AwsNotices
 from spotlight_fleet.notices.azure import AzureNotices
 from spotlight_fleet.notices.clouds import cloud_source, find_cloud
 from spotlight_fleet.notices.gcp import PREEMPTED, GcpNotices
-from spotlight_fleet.notices.metadata import BYTES_MAX, MetadataServer
+from spotlight_fleet.notices.metadata import BYTES_MAX, MetadataServer, parse_http_date
 from spotlight_fleet.notices.notice import (
     MetadataError,
     NoticeError,
@@ -109,6 +109,11 @@ def test_the_remaining_time_is_right_although_the_server_s_clock_is_not(skew_s: 
         for source in (aws(fake), azure(fake)):
             (notice,) = ask(source).pending
             assert 85 < notice.remaining_s <= 90
+
+
+@pytest.mark.parametrize("year", ["9" * 20, "-1", "two"])
+def test_a_date_that_cannot_be_is_none(year: str) -> None:
+    assert parse_http_date(f"Mon, 19 Sep {year} 18:29:47 GMT") is None
 
 
 def test_without_a_date_this_machine_s_clock_counts() -> None:

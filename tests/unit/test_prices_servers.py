@@ -208,11 +208,17 @@ def test_a_damaged_cache_is_as_good_as_none(tmp_path: Path) -> None:
     with serving(lambda request: request.say(CATALOGUE)) as (url, paths):
         load_prices(f"aws={url}/vms.csv", question(tmp_path))
         (file,) = tmp_path.iterdir()
-        for damage in ("", "[]", file.read_text()[:-20], file.read_text().replace("55.04", "-1")):
+        for damage in (
+            "",
+            "[]",
+            "[" * 100_000,
+            file.read_text()[:-20],
+            file.read_text().replace("55.04", "-1"),
+        ):
             file.write_text(damage)
             (quote,) = load_prices(f"aws={url}/vms.csv", question(tmp_path))
             assert quote.on_demand_usd_h == 55.04
-        assert len(paths) == 5
+        assert len(paths) == 6
 
 
 def test_an_answer_from_the_future_is_not_fresh(tmp_path: Path) -> None:

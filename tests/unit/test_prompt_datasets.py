@@ -48,7 +48,7 @@ def test_a_parquet_file_is_read_as_its_objects(tmp_path: Path) -> None:
     assert list(found.train) == parse_prompts(LINES, "a.jsonl")
     assert [each.text for each in found.test] == ["3 birds", "4 birds"]
     name = str(tmp_path / "train.parquet")
-    keys = [f"data.train={name}", f"data.test={name}", "rewards=[{name: jpeg_size}]"]
+    keys = [f"data.train={name}", f"data.test={name}", "rewards=[{name: jpeg_size}]", f"runs_dir={tmp_path}"]
     result = CliRunner().invoke(app, ["train", *keys, "--dry-run"])
     assert "2 of 2 held-out prompts are in data.train too" in " ".join(result.output.split())
 

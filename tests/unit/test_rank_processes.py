@@ -137,8 +137,9 @@ def test_ranks_that_cannot_be_are_refused_before_any_starts(
     assert message in " ".join(result.stderr.split())
 
 
-def test_a_dry_run_is_of_the_ranks_that_are_asked_for() -> None:
-    wide = ["train", "--dry-run", "algorithm.name=dgpo", "learner.micro_batch_size=8"]
+def test_a_dry_run_is_of_the_ranks_that_are_asked_for(tmp_path: Path) -> None:
+    place = f"runs_dir={tmp_path}"
+    wide = ["train", "--dry-run", place, "algorithm.name=dgpo", "learner.micro_batch_size=8"]
     assert "Other numbers of --ranks may do" in " ".join(CliRunner().invoke(app, wide).output.split())
     two = CliRunner().invoke(app, [*wide, "--ranks", "2"])
     assert two.exit_code == 0, two.output

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,7 @@ from spotlight.config.schema import RUN_NAME
 from spotlight_plan.commands.sweep.sweep_processes import Ended, SideBySide
 from spotlight_plan.sweep_file import SweepRun, corners, grid_runs, read_sweep
 from spotlight_rewards.base.errors import ConfigError
-from spotlight_rewards.commands.exit_codes import EXIT_NOT_STARTED
+from spotlight_rewards.commands.exit_codes import EXIT_INTERRUPTED, EXIT_NOT_STARTED
 
 
 def written(folder: Path, text: str) -> Path:
@@ -147,6 +150,16 @@ def test_a_dry_run_of_a_search_makes_nothing(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["sweep", str(written(tmp_path, text)), "--dry-run"])
     assert result.exit_code == 0, result.output
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_signal_while_a_run_is_chosen_ends_that_run_too(tmp_path: Path) -> None:
+    def chosen() -> Iterator[SweepRun]:
+        for run in runs(tmp_path, f"set: {{runs_dir: {tmp_path}}}\ngrid: {{run_seed: [0, 1]}}"):
+            os.kill(os.getpid(), signal.SIGINT)
+            yield run
+
+    ends = list(SideBySide(tmp_path, [{}], print).ended(chosen()))
+    assert [(end.run.settings, end.code) for end in ends] == [({"run_seed": 0}, EXIT_INTERRUPTED)]
 
 
 def test_a_refusal_is_believed_where_the_run_is_free_the_second_time(tmp_path: Path) -> None:

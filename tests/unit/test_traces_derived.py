@@ -172,6 +172,15 @@ def test_a_repeated_trace_repeats_the_number_of_nodes(spec: TraceSpec, times: fl
         assert present_at(long, at_s) == present_at(trace, math.fmod(at_s, trace.horizon_s))
 
 
+@given(st.integers(600_000, 5_000_000))
+def test_a_trace_whose_last_event_is_its_end_can_be_repeated(horizon_ms: int) -> None:
+    """Multiples of such a time are above the sum that they should equal, or below it."""
+    end_s = horizon_ms / 1000
+    prices = (PricePoint(0, 1.0), PricePoint(end_s, 2.0))
+    trace = Trace(events((0, ADD, "a"), (end_s, REMOVE, "a")), end_s, "made", prices)
+    assert repeat(trace, 24 * end_s).horizon_s == 24 * end_s
+
+
 def test_at_a_seam_survivors_go_on_and_the_surplus_leaves() -> None:
     trace = Trace(events((0, ADD, "a"), (5, ADD, "b"), (6, REMOVE, "a"), (8, ADD, "c")), 10.0, "made")
     twice = repeat(trace, 20)

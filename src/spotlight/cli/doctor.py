@@ -117,7 +117,7 @@ def _check_machine(runs_dir: Path) -> None:
         doctor_checks.tesseract,
         doctor_checks.hub,
     )
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     failed = 0
     table = Table(box=None, pad_edge=False, show_header=False)
     for _ in range(3):

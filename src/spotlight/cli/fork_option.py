@@ -32,7 +32,7 @@ def forked(
     run = find_run(parent, "all")
     beside = [] if stored_runs(Path(parent).parent) is None else [f"runs_dir={Path(parent).parent}"]
     config = load_run(run, [*beside, *overrides, f"name={name}"], forks=True)
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
 
     def say(text: str) -> None:
         console.print(Text(text), soft_wrap=True)

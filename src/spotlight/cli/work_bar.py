@@ -15,7 +15,7 @@ class WorkBar(Observer):
     """An ``Observer`` that draws one bar on stderr if it is a terminal. Use as a context manager."""
 
     def __init__(self) -> None:
-        console = Console(stderr=True)
+        console = Console(stderr=True, markup=False)
         self._progress = Progress(console=console, transient=True, disable=not console.is_terminal)
         self._task: TaskID | None = None
 
@@ -27,7 +27,7 @@ class WorkBar(Observer):
         self._progress.stop()
 
     def note(self, text: str) -> None:
-        self._progress.console.print(text, markup=False, soft_wrap=True)
+        self._progress.console.print(text, soft_wrap=True)
 
     def work(self, phase: Phase, done: float, total: int) -> None:
         if self._task is None:

@@ -114,7 +114,7 @@ def _knock(address: str) -> None:
         raise _unreachable(address, "not of the form HOST:PORT")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_S).close()
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, UnicodeError) as error:
         raise _unreachable(address, str(error)) from None
 
 

@@ -88,7 +88,7 @@ class WeightsManifest:
         try:
             fields = json.loads(text)
             manifest = cls(**{**fields, "slots": tuple(fields["slots"])})
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise WeightsError(
                 f"manifest of weights: found {text[:120]!r}, expected a JSON object with "
                 f"{', '.join(f.name for f in dataclasses.fields(cls))} ({error}): run the same version of "

@@ -79,7 +79,7 @@ class Channel:
         data = self._exactly(length, patient=False)
         try:
             message = json.loads(data)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise self._foreign(repr(bytes(data[:80]))) from error
         if not isinstance(message, dict):
             raise self._foreign(repr(message)[:80])

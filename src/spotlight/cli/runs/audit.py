@@ -62,7 +62,7 @@ def _print(report: AuditReport) -> None:
     from spotlight.report.wording import count, money
     from spotlight.scheduler.types import DropReason, Purpose
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     counts = report.counts
     left_out, dropped = (
         ", ".join(
@@ -101,7 +101,7 @@ def _print(report: AuditReport) -> None:
     for violation in report.violations:
         more = len(violation.ids) - _IDS_SHOWN
         ids = ", ".join(violation.ids[:_IDS_SHOWN]) + (f" and {more} more" if more > 0 else "")
-        console.print(f"[bold red]VIOLATED[/] {violation.check}: {violation.broken}: ", end="")
-        console.print(ids, markup=False, soft_wrap=True)
+        broken = f" {violation.check}: {violation.broken}: {ids}"
+        console.print(Text.assemble(("VIOLATED", "bold red"), broken), soft_wrap=True)
     passed = len(report.checks) - len(report.violations)
     console.print(f"{passed} of {len(report.checks)} checks passed", style="green" if report.ok else "red")

@@ -84,4 +84,4 @@ def _print(trained: TrainedRun, validation: Validation) -> None:
         table.add_row(f"{name}{judged}", score(value.mean, value.stderr))
     for tag, value in validation.by_tag.items():
         table.add_row(f"  {tag}", score(value.mean, value.stderr))
-    Console(highlight=False).print(table)
+    Console(highlight=False, markup=False).print(table)

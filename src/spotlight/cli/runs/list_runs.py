@@ -50,7 +50,7 @@ def runs(
 
     with errors_without_traceback():
         directory = local_folder(directory)
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     found = sorted(path.parent for path in directory.glob("*/config.yaml"))
     if as_json:
         typer.echo(json.dumps([_fields(path) for path in found], indent=1))

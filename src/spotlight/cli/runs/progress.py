@@ -281,7 +281,7 @@ def make_progress(config: RunConfig, plain: bool) -> RunProgress:
     facts = Facts(config.iterations, config.fleet.price_usd_h * world, noisy_clip_range(config))
     if int(os.environ.get("RANK", "0")) > 0:
         return RunProgress(facts)
-    console = RunConsole(highlight=False)
+    console = RunConsole(highlight=False, markup=False)
     if console.is_jupyter and not plain:
         from spotlight.cli.runs.notebook_progress import NotebookProgress
 

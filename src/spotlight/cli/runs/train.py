@@ -261,14 +261,14 @@ def _fit(config: RunConfig, asked: str, ranks: int | None) -> list[str]:
     if (fitting := find_fitting()) is None:
         raise failure(f"--fit needs {NO_FITTING}")
     started = int(os.environ.get("WORLD_SIZE", ranks or 1))
-    return fitting.overrides(config, asked, started, Console(highlight=False))
+    return fitting.overrides(config, asked, started, Console(highlight=False, markup=False))
 
 
 def _vote(config: RunConfig, given: Sequence[str]) -> list[str]:
     from spotlight.cli.runs.vote_option import vote_overrides
 
     replaced = vote_overrides(config, given)
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     console.print("People vote: as configured, but for")
     for each in replaced:
         console.print(Text(f"  {each}"), soft_wrap=True)
@@ -285,7 +285,7 @@ def _smoke(config: RunConfig) -> list[str]:
     replaced = smoke_overrides(config)
     name = replaced[0].partition("=")[2]
     shutil.rmtree(RunPaths(config.runs_dir / name).path, ignore_errors=True)  # of an earlier smoke run
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     console.print(f"Smoke run {name}: as configured, but for")
     for each in replaced[1:]:
         console.print(Text(f"  {each}"), soft_wrap=True)
@@ -318,7 +318,7 @@ def _print_plan(config: RunConfig, arguments: Sequence[str], ranks: int | None) 
             else [f"This run {finished_note(config, finished)}"]
         )
         estimate = estimate_run(config, int(os.environ.get("WORLD_SIZE", ranks or 1)))
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     for each in notes:
         console.print(Text(each), soft_wrap=True)
     print_plan(console, config, plan, fleet, kept)
@@ -416,13 +416,13 @@ def _point_to_log(config: RunConfig, progress: RunProgress) -> None:
     attempts = [int(log.stem) for log in paths.attempts.glob("*.log") if log.stem.isdecimal()]
     if attempts and progress.worked:
         log = paths.attempt_log(max(attempts))
-        Console(stderr=True).print(f"The run failed; the traceback is also in {log}.", soft_wrap=True)
+        typer.echo(f"The run failed; the traceback is also in {log}.", err=True)
 
 
 def _print_result(result: RunResult) -> None:
     from spotlight.cli.runs.progress import RunConsole
 
-    console = RunConsole(highlight=False)
+    console = RunConsole(highlight=False, markup=False)
     if result.error is not None:
         complain(f"the run stopped: {result.error}")
     elif result.stopped:

@@ -40,7 +40,7 @@ def why(
     if as_json:
         typer.echo(json.dumps([asdict(each) for each in found], indent=1))
     else:
-        console = Console(highlight=False)
+        console = Console(highlight=False, markup=False)
         for each in found:
             style = "bold red" if each.serious else "bold"
             console.print(Text(each.finding, style=style), soft_wrap=True)

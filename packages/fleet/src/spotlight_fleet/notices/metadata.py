@@ -162,6 +162,6 @@ def parse_http_date(text: str) -> datetime | None:
     """Parse ``Mon, 19 Sep 2016 18:29:47 GMT`` (RFC 9110); None if malformed."""
     try:
         date = parsedate_to_datetime(text)
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
     return date.replace(tzinfo=UTC) if date.tzinfo is None else date

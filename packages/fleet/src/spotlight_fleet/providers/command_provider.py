@@ -112,7 +112,7 @@ class CommandProvider:
     def _started_as(self, node: ClusterNode) -> str:
         """Without what distinguishes a node that is back before its earlier life is known to have ended."""
         name = node.name.partition(SUFFIX)[0]
-        return name if name in self._seen_at else node.name
+        return name if name in self._seen_at or name in self._ended_at else node.name
 
     def close(self) -> None:
         """See :class:`~spotlight_fleet.providers.node_provider.NodeProvider`."""

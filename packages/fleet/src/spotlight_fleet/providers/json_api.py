@@ -131,5 +131,5 @@ def _decoded(what: str, status: int, answer: bytes) -> Any:
         raise RefusedError(status, found)
     try:
         return json.loads(answer)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ProviderError(f"{found}; expected JSON. Is it the address of the service itself?") from None

@@ -78,7 +78,7 @@ def repeat(trace: Trace, horizon_s: float) -> Trace:
         return trace if horizon_s == trace.horizon_s else cut(trace, 0, horizon_s)
     events = tuple(_rounds(trace, rounds))
     prices = tuple(
-        PricePoint(point.time_s + turn * trace.horizon_s, point.usd_h)
+        PricePoint(min(point.time_s + turn * trace.horizon_s, (turn + 1) * trace.horizon_s), point.usd_h)
         for turn in range(rounds)
         for point in trace.prices
     )
@@ -92,7 +92,7 @@ def _rounds(trace: Trace, rounds: int) -> Iterator[TraceEvent]:
     present: dict[str, int] = {}  # actual name -> GPUs
     warned: set[str] = set()
     for turn in range(rounds):
-        offset_s = turn * trace.horizon_s
+        offset_s, end_s = turn * trace.horizon_s, (turn + 1) * trace.horizon_s  # a sum may round above it
         names: dict[str, str] = {}  # name in the trace -> actual name
         yield from _leave([name for name in present if name in warned], present, offset_s)
         warned.clear()
@@ -117,7 +117,7 @@ def _rounds(trace: Trace, rounds: int) -> Iterator[TraceEvent]:
                 warned.discard(names[event.node])
             else:
                 warned.add(names[event.node])
-            yield replace(event, node=names[event.node], time_s=event.time_s + offset_s)
+            yield replace(event, node=names[event.node], time_s=min(event.time_s + offset_s, end_s))
         if opening:  # no event after the start
             yield from _leave(spare, present, offset_s)
 

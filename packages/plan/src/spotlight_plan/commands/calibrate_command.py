@@ -58,11 +58,12 @@ def calibrate(runs: RunsArgument, out: OutOption = None) -> None:
             return
         write_file(out, text)
     _print(profile)
-    Console(highlight=False).print(f"Wrote {out}", soft_wrap=True)
+    Console(highlight=False, markup=False).print(f"Wrote {out}", soft_wrap=True)
 
 
 def _print(profile: Profile) -> None:
     from spotlight_plan.calibration.measured_profile import INCLUDED
+    from spotlight_plan.commands.simulate_command import wide_console
     from spotlight_plan.scenarios.profile import figures
 
     table = Table(box=None, pad_edge=False)
@@ -71,5 +72,4 @@ def _print(profile: Profile) -> None:
     for figure in figures(profile):
         if figure.value > INCLUDED:
             table.add_row(figure.key, f"{figure.value:.4g}", figure.source.removeprefix("measured: "))
-    console = Console(highlight=False)
-    (console if console.is_terminal else Console(highlight=False, width=140)).print(table)
+    wide_console().print(table)

@@ -20,6 +20,7 @@ from spotlight_plan.commands.simulate_command import (
     TraceOption,
     print_notes,
     print_table,
+    print_written,
     read_scenario,
     wide_console,
 )
@@ -135,7 +136,7 @@ def _write(
         write_file(as_json, json.dumps(plan_record(file, found, explained), indent=2) + "\n")
     if page is not None:
         write_file(page, plan_page(file, found, explained, prepared, now))
-    _print_written(as_json, page)
+    print_written(as_json, page)
 
 
 def _launch(
@@ -144,23 +145,19 @@ def _launch(
     from spotlight_plan.launch_files import write_launch_files
 
     written = write_launch_files(folder, file, answer.candidate, prepared.pricing, config)
-    _print_written(*written.paths)
+    print_written(*written.paths)
+    console = Console(highlight=False, markup=False)
     target = answer.outcome.target
     if target is not None and written.iterations != target.iterations:
         note = f"{config} (--config) trains {written.iterations} iterations; the plan is for"
-        Console(highlight=False).print(f"{note} {target.iterations}", style="yellow", soft_wrap=True)
+        console.print(f"{note} {target.iterations}", style="yellow", soft_wrap=True)
     first = f"Replace {' and '.join(written.to_replace)} in them. " if written.to_replace else ""
-    Console(highlight=False).print(f"{first}Start it: bash {folder / 'start.sh'}", soft_wrap=True)
+    console.print(f"{first}Start it: bash {folder / 'start.sh'}", soft_wrap=True)
 
 
 def _options(**given: object) -> list[str]:
     """As words of the command line; None: not given."""
     return [word for name, value in given.items() if value is not None for word in (f"--{name}", f"{value}")]
-
-
-def _print_written(*paths: Path | None) -> None:
-    for path in filter(None, paths):
-        Console(highlight=False).print(f"Wrote {path}", soft_wrap=True)
 
 
 def _print(

@@ -27,7 +27,7 @@ class PlanProgress:
     """
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console, self._clock = console or Console(stderr=True, highlight=False), clock
+        self._console, self._clock = console or Console(stderr=True, highlight=False, markup=False), clock
         self._bar = Progress(console=self._console, transient=True)
         self._task = self._bar.add_task("", total=None)
         self._what = ""

@@ -103,7 +103,7 @@ def prices(
         typer.echo(json.dumps([_record(quote, question.now) for quote in shown], indent=2))
     else:
         _print(shown, question.now, source or [])
-    unread = Console(stderr=True, highlight=False)
+    unread = Console(stderr=True, highlight=False, markup=False)
     for name, why in question.unread.items():
         unread.print(Text(f"Not read: {name}: {why}", style="yellow"), soft_wrap=True)
 
@@ -120,7 +120,7 @@ def age(old: timedelta) -> str:
 def _print(quotes: Sequence[Quote], now: datetime, sources: Sequence[str]) -> None:
     from spotlight_plan.prices.quotes import OLD
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     table = Table(box=None, pad_edge=False)
     numeric = {"GPUs", "$/GPU-h", "spot", "saving", "age"}
     titles = ("GPU", "GPUs", "cloud", "region", "instance", "$/GPU-h", "spot", "saving", "age", "")

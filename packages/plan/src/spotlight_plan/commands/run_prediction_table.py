@@ -38,13 +38,13 @@ def show_prediction(run: str, profile_name: str | None, as_json: Path | None) ->
         _print(times, predicted, profile_name or "measured in this run itself")
         if as_json is not None:
             write_file(as_json, json.dumps(_record(times, predicted, profile.name), indent=2) + "\n")
-            Console(highlight=False).print(f"Wrote {as_json}", soft_wrap=True)
+            Console(highlight=False, markup=False).print(f"Wrote {as_json}", soft_wrap=True)
     if predicted.error is not None:
         raise failure(f"the simulated run did not come to its end: {predicted.error}", 1)
 
 
 def _print(run: RunTimes, predicted: RunPrediction, durations: str) -> None:
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     console.print(Text(run.label, style="bold"), soft_wrap=True)
     table = Table(box=None, pad_edge=False)
     for title in ("", "predicted", "measured", "difference"):

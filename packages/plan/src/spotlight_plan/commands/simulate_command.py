@@ -156,9 +156,7 @@ def _write(
             write_file(as_json, json.dumps(record, indent=2) + "\n")
         if page is not None:
             write_file(page, comparison_page(prepared, runs, compared, now))
-    for path in (as_json, page):
-        if path is not None:
-            Console(highlight=False).print(f"Wrote {path}", soft_wrap=True)
+    print_written(as_json, page)
 
 
 def read_scenario(
@@ -194,7 +192,7 @@ class Bar:
     def __init__(self, total: int | None) -> None:
         from rich.progress import Progress
 
-        console = Console(stderr=True)
+        console = Console(stderr=True, markup=False)
         self._progress = Progress(console=console, transient=True, disable=not console.is_terminal)
         self._task = self._progress.add_task("simulating", total=total)
 
@@ -213,7 +211,7 @@ class Bar:
 def _list() -> None:
     from spotlight_plan.scenarios.scenario_load import load_scenario, scenario_names
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     table = Table(box=None, pad_edge=False)
     for title in ("scenario", "what it is", "strategies"):
         table.add_column(title, overflow="fold")
@@ -241,10 +239,16 @@ def _print(prepared: Prepared, runs: Sequence[StrategyRuns], now: datetime) -> N
     print_notes(console, notes_of(prepared, runs, now))
 
 
+def print_written(*paths: Path | None) -> None:
+    """Name the files that were written; None: it was not asked for."""
+    for path in filter(None, paths):
+        Console(highlight=False, markup=False).print(f"Wrote {path}", soft_wrap=True)
+
+
 def wide_console() -> Console:
     """A console wide enough for a whole table, if the output is not a terminal."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=140)
+    console = Console(highlight=False, markup=False)
+    return console if console.is_terminal else Console(highlight=False, width=140, markup=False)
 
 
 def print_table(console: Console, columns: Sequence[str], lines: Sequence[TableLine]) -> None:

@@ -202,7 +202,7 @@ def _print(traces: Sequence[Trace], written: Sequence[Path]) -> None:
     from spotlight_plan.traces.picture import sparkline
     from spotlight_plan.traces.trace_statistics import statistics
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     for trace in traces:
         numbers = statistics(trace)
         console.print(Text(trace.source, style="bold"), soft_wrap=True)

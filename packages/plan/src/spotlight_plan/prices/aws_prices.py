@@ -146,7 +146,7 @@ def parse_records(texts: Sequence[str], as_of: datetime, source: str = NAME) -> 
 def _region(text: str, source: str) -> tuple[str, list[dict[str, str]]]:
     try:
         answer: object = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         answer = None
     if isinstance(answer, dict):
         region, prices = answer.get("region"), answer.get("prices")

@@ -80,7 +80,7 @@ class PriceCache:
                 return None
             answer = _Answer(tuple(record["texts"]), datetime.fromisoformat(record["came"]))
             read(answer.texts, answer.came)
-        except (OSError, ValueError, KeyError, TypeError):  # PriceError is a ValueError
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):  # PriceError is a ValueError
             return None
         return answer
 

@@ -112,6 +112,6 @@ def _date(answer: str) -> datetime | None:
     try:
         text = json.loads(answer)[0]["commit"]["committer"]["date"]
         date = datetime.fromisoformat(text)
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         return None
     return date if date.tzinfo else date.replace(tzinfo=UTC)

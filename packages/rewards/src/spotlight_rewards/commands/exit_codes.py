@@ -42,5 +42,5 @@ def failure(message: str, exit_code: int = EXIT_NOT_STARTED) -> typer.Exit:
 
 def complain(message: str) -> None:
     """Print an error to stderr."""
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False, markup=False)
     console.print(Text.assemble(("Error: ", "bold red"), message), soft_wrap=True)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from spotlight_rewards.commands.exit_codes import EXIT_STOPPED_BY_ERROR, errors_without_traceback
 from spotlight_rewards.commands.options import silence_loading_bars
@@ -56,16 +56,16 @@ def rewards(context: typer.Context) -> None:
 
 def list_rewards() -> None:
     """List the registered rewards, with what they score with, typical scores and parameters."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     table = Table(box=None, pad_edge=False)
     for title in ("name", "runs on", "typical", "what it scores, with what"):
         table.add_column(title, overflow="fold")
     for each in registered_rewards():
         lines = [each.scores, *([f"weights: {each.weights} ({each.licence})"] if each.weights else [])]
         lines += [f"params: {each.params}"] if each.params else []
-        table.add_row(each.name, each.runs_on, each.typical, escape("\n".join(lines)))
+        table.add_row(each.name, each.runs_on, each.typical, "\n".join(lines))
     console.print(table)
-    console.print("\nYour own: [bold]module:function[/bold], from the current directory or a package.")
+    console.print("\nYour own: module:function, from the current directory or a package.")
 
 
 def convert_geneval(
@@ -86,9 +86,9 @@ def convert_geneval(
             from spotlight_rewards.geneval.openmmlab import convert_checkpoint
 
             origin, tensors = convert_checkpoint(checkpoint, out)
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     console.print(f"{origin}: {tensors} tensors converted, none missing, none left.", soft_wrap=True)
-    console.print(f"Use it: rewards=\\[{{name: geneval, params: {{detector: {out}}}}}]", soft_wrap=True)
+    console.print(f"Use it: rewards=[{{name: geneval, params: {{detector: {out}}}}}]", soft_wrap=True)
 
 
 def check(
@@ -111,7 +111,7 @@ def check(
 
       spotlight rewards check vlm-judge -p 'endpoint={base_url: "http://127.0.0.1:8000/v1", model: my-vlm}'
     """
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     with errors_without_traceback():
         from spotlight_rewards.registry import REWARDS
         from spotlight_rewards.reward_check import check_reward
@@ -120,16 +120,16 @@ def check(
         config = reward_of(reward, param, deadline_s)
         facts = facts_of(reward) if reward in REWARDS else None
         download = " What is not here yet is downloaded." if may_download(config, facts) else ""
-        console.print(f"Loading {reward}.{download}", markup=False)
+        console.print(f"Loading {reward}.{download}")
         report = check_reward(config, facts, start_deadline_s=START_DEADLINE_S)
     if report.scored_by:
-        console.print(f"scored by {report.scored_by}", markup=False, soft_wrap=True)
+        console.print(f"scored by {report.scored_by}", soft_wrap=True)
     first_s, later_s = report.score_s
     console.print(f"loaded in {report.load_s:.1f} s; a picture in {first_s:.2f} s, then {later_s:.2f} s")
     for each in report.findings:
         word, style = ("ok", "green") if each.good else ("WRONG", "bold red")
-        console.print(f"[{style}]{word:5}[/] {each.what}: ", end="")
-        console.print(f"{each.found}, expected {each.expected}", markup=False, soft_wrap=True)
+        text = f" {each.what}: {each.found}, expected {each.expected}"
+        console.print(Text.assemble((f"{word:5}", style), text), soft_wrap=True)
     if not report.exact:
         console.print("The exact figure is not known to this version: a range stands in.")
     if not report.good:

@@ -273,7 +273,7 @@ def _reason(scored: _Scored) -> str:
 
 
 def _print(scored: Sequence[_Scored], scored_by: str, drawn: Path | None) -> None:
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     curves = list(dict.fromkeys(name for each in scored for name in _details(each)))
     table = Table(box=None, pad_edge=False)
     for title in ("score", *curves):
@@ -290,8 +290,8 @@ def _print(scored: Sequence[_Scored], scored_by: str, drawn: Path | None) -> Non
         console.print(table)
     for each in scored:
         if _value(each) is None:
-            console.print(f"{each.picture.path}: {_reason(each)}", style="red", markup=False, soft_wrap=True)
+            console.print(f"{each.picture.path}: {_reason(each)}", style="red", soft_wrap=True)
     if scored_by:
-        console.print(f"scored by {scored_by}", markup=False, soft_wrap=True)
+        console.print(f"scored by {scored_by}", soft_wrap=True)
     if drawn is not None:
-        console.print(f"best and worst: {drawn}", markup=False, soft_wrap=True)
+        console.print(f"best and worst: {drawn}", soft_wrap=True)

@@ -47,7 +47,7 @@ def serve(
 
       REWARD_TOKEN=... spotlight rewards serve --reward hps --host 0.0.0.0 --token-env REWARD_TOKEN
     """
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     with errors_without_traceback(), ExitStack() as open_pools:
         from spotlight_rewards.reward import RewardSetupError
 

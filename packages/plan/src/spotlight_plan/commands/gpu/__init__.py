@@ -20,4 +20,4 @@ def measure(model: str, side_px: int | None, json_file: Path | None) -> None:
 
     if (why := missing_gpu()) is not None:
         raise failure(f"no GPU to measure: {why}.", EXIT_STOPPED_BY_ERROR)
-    check_gpus(find_model(model, side_px), json_file, Console(highlight=False))
+    check_gpus(find_model(model, side_px), json_file, Console(highlight=False, markup=False))

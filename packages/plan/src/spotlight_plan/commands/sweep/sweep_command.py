@@ -234,7 +234,7 @@ def _print_plan(
     from spotlight.dry_run.run_plan import make_plan
     from spotlight_plan.commands.sweep.sweep_tables import measured_speed, print_runs
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     runs = list(corners(sweep)) if sweep.search else grid_runs(sweep)
     planned = [(run, configs[run.name], make_plan(configs[run.name])) for run in runs]
     begun = sorted(runs_dir.glob(f"{sweep.name}-*")) if measured is None else [find_run(measured)]
@@ -248,7 +248,7 @@ def _conclude(runs: Sequence[tuple[SweepRun, str]], runs_dir: Path) -> None:
     from spotlight.cli.runs.progress import RunConsole
     from spotlight_plan.commands.sweep.sweep_tables import print_outcomes
 
-    console = RunConsole(highlight=False)
+    console = RunConsole(highlight=False, markup=False)
     console.print()
     print_outcomes(console, runs, runs_dir)
     finished = [str(runs_dir / run.name) for run, state in runs if state == FINISHED]

@@ -110,6 +110,8 @@ class SideBySide:
             preexec_fn=end_with_parent,
         )
         self._at_work[place] = process
+        if self.stopped:  # the signal came while the run was chosen
+            process.terminate()
         threading.Thread(target=self._report, args=(place, run, process), daemon=True).start()
 
     def _report(self, place: int, run: SweepRun, process: subprocess.Popen[str]) -> None:
@@ -128,7 +130,8 @@ class SideBySide:
             self._refused.add(run.name)
             waiting.append(run)
         else:
-            yield Ended(run, code)
+            # A process that was stopped before it listened to signals ended as they end others.
+            yield Ended(run, EXIT_INTERRUPTED if code and self.stopped else code)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         self.stopped = True

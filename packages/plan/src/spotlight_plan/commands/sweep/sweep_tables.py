@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -134,5 +133,4 @@ def _keys(runs: Sequence[SweepRun]) -> list[str]:
 
 def _values(run: SweepRun, runs: Sequence[SweepRun]) -> list[str]:
     given = (run.settings.get(key) for key in _keys(runs))
-    shown = ("-" if each is None else each if isinstance(each, str) else json.dumps(each) for each in given)
-    return [escape(each) for each in shown]
+    return ["-" if each is None else each if isinstance(each, str) else json.dumps(each) for each in given]
