@@ -19,11 +19,13 @@ from torch import Tensor
 
 from spotlight.algorithms import Algorithm, LossTerms, TrainBatch, build_algorithm
 from spotlight.config.sections.algorithm import AWMConfig
+from spotlight.config.sections.learner_section import LearnerConfig
 from spotlight.diffusion.samplers import CPS, ODE, FlowSDE
 from spotlight.registry import ALGORITHMS
+from spotlight.scheduler.types import Phase
 from spotlight.training.device_memory import free_bytes, is_out_of_memory, measure_peak
 from spotlight.training.learner import Learner, TrainingSample
-from spotlight.training.settings import TrainingError
+from spotlight.training.settings import TrainingError, traced_phases
 from spotlight.training.timesteps import cut_timesteps
 
 NAMES = ("flow-grpo", "flow-grpo-fast", "grpo-guard", "diffusion-nft", "awm")
@@ -212,6 +214,27 @@ def measured(learner: Learner, samples: list[TrainingSample], per_pass: int) -> 
     learner.optimizer.zero_grad()
     learner.finish_batch()
     return peak
+
+
+@pytest.mark.parametrize("auto", ["timesteps_per_pass", "recompute"])
+def test_passes_that_only_measure_are_no_work(world: World, auto: str) -> None:
+    found = []
+    for chosen in ({}, {auto: "auto"}):
+        learner = make_learner(world, algorithm("flow-grpo"), **{"timesteps_per_pass": 1, **chosen})
+        work = train_batch(learner, roll_out(world, learner), 3).work
+        found.append((work.timesteps, work.tokens))
+    assert found[0] == found[1]
+
+
+def test_profiling_leaves_out_what_measures_by_a_profiler_itself() -> None:
+    notes: list[str] = []
+    cpu, cuda, auto = torch.device("cpu"), torch.device("cuda"), LearnerConfig(recompute="auto")
+    both = [Phase.ROLLOUT, Phase.TRAINING]
+    assert traced_phases(auto, cuda, notes.append) == both
+    assert traced_phases(LearnerConfig(timesteps_per_pass=2), cpu, notes.append) == both
+    assert not notes
+    assert traced_phases(auto, cpu, notes.append) == both[:1]
+    assert "learner.recompute" in notes[0]
 
 
 @pytest.mark.parametrize("largest", [(3,), pytest.param((1, 2, 6), marks=pytest.mark.slow)])

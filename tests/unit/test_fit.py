@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 from test_small_gpus import GIB, needs, small_run
@@ -165,7 +164,7 @@ def test_qwen_image_of_20_billion_parameters_fits_24_gb() -> None:
 
 
 def command(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["train", *arguments])
+    result = CliRunner().invoke(app, ["train", *arguments, "runs_dir=a-folder-without-runs"])
     return result.exit_code, " ".join((result.output + result.stderr).split())
 
 
@@ -210,13 +209,11 @@ def test_what_cannot_be_fitted_is_refused(arguments: list[str], error: str) -> N
     assert re.search(error, said), said
 
 
-def test_without_the_package_that_fits_a_run_the_remedy_is_said(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_the_package_that_fits_a_run_the_remedy_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FITTINGS.__dict__, "_added", {})
     code, said = command("--fit", "24")
     assert (code, "pip install 'spotlight-rl[plan]'" in said) == (2, True)
-    code, said = command("--dry-run", f"runs_dir={tmp_path}")
+    code, said = command("--dry-run")
     assert code == 0, said
     assert "what fits not known this needs the package spotlight-plan" in said
     assert "pip install 'spotlight-rl[plan]'" in trains(24 * GIB).remedy

@@ -6,6 +6,8 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from safetensors.torch import load_file
 from store_history import SCRATCH
 from tests.power_cut import watched, write_tree
 
+from spotlight.report.model_card import _pictures
 from spotlight.runtime.conclusion import compare
 from spotlight.store.checkpoints import CheckpointStore
 from spotlight.store.images import Tile, drawn_iterations, drop_pictures, write_grid
@@ -98,4 +101,6 @@ def test_a_lost_picture_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFix
         for each in others:
             each.write_bytes(b"")
         compare(run)
+        record: Any = SimpleNamespace(paths=run, config=SimpleNamespace(name="run"))
+        assert not list(_pictures(record)), "nor does its card need them"
     assert "no prompt in common" in caplog.text

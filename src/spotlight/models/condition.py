@@ -188,7 +188,8 @@ def collate(
     tensors: dict[str, Tensor] = {}
     lengths: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
-        rows = [_cast(condition.tensors[name], device, dtype) for condition in conditions]
+        given = (condition.tensors[name] for condition in conditions)
+        rows = [each.to(device, dtype if each.is_floating_point() else each.dtype) for each in given]
         if len(shape) == 1:
             tensors[name] = torch.stack(rows)
             continue
@@ -239,7 +240,3 @@ def _fit(found: Mapping[str, Sequence[int]], shapes: Mapping[str, tuple[int, ...
     return found.keys() == shapes.keys() and all(
         len(found[name]) == len(shape) and found[name][-1] == shape[-1] for name, shape in shapes.items()
     )
-
-
-def _cast(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    return tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype)

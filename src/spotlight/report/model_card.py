@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -35,6 +35,7 @@ from spotlight.store.images import drawn_iterations, write_comparison, write_pro
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.course_changes import changes_by_iteration, course_words
 from spotlight.store.metrics import GRADED, STRICT
+from spotlight.store.store_errors import NothingToCompareError
 from spotlight.testbed import TESTBEDS
 from spotlight_rewards.base.charts import Mark, Series, line_chart
 from spotlight_rewards.base.file_errors import storage_errors
@@ -260,12 +261,13 @@ def _cost(run: RunRecord) -> str:
 def _pictures(run: RunRecord) -> Iterator[Path]:
     drawn = drawn_iterations(run.paths)
     if len(drawn) > 1:
-        title = f"{run.config.name}: before and after {plural(drawn[-1], 'iteration')}"
-        yield write_comparison(run.paths, before=drawn[0], after=drawn[-1], title=title)
         count_shown = min(len(drawn), _PROGRESS_COLUMNS)
         spaced = [drawn[index * (len(drawn) - 1) // (count_shown - 1)] for index in range(count_shown)]
-        title = f"{run.config.name}: the same seeds over the iterations, with their scores"
-        yield write_progress(run.paths, spaced, rows=_PROGRESS_ROWS, title=title)
+        with suppress(NothingToCompareError):  # the evaluations had other prompts
+            title = f"{run.config.name}: before and after {plural(drawn[-1], 'iteration')}"
+            yield write_comparison(run.paths, before=drawn[0], after=drawn[-1], title=title)
+            title = f"{run.config.name}: the same seeds over the iterations, with their scores"
+            yield write_progress(run.paths, spaced, rows=_PROGRESS_ROWS, title=title)
 
 
 def _charts(run: RunRecord) -> Iterator[tuple[str, str]]:

@@ -38,13 +38,11 @@ from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.types import Phase, WorkerId
 from spotlight.store.checkpoints import Checkpoint
 from spotlight.store.run_directory import RunDirectory, RunPaths
-from spotlight.training.settings import compute_type
+from spotlight.training.settings import compute_type, traced_phases
 from spotlight.training.sharding import Ranks, RolloutGathering, process_group
 from spotlight_kernels.measure.step_profile import StepProfiler
 from spotlight_rewards.base.errors import ConfigError
 from spotlight_rewards.pool.reward_pool import RewardPool
-
-_TRACED = (Phase.ROLLOUT, Phase.TRAINING)
 
 
 @dataclass(slots=True)
@@ -86,7 +84,8 @@ def train(
             materials = _gather(config, device, ranks, stack)
         if profiled_steps and ranks.is_main:
             folder = RunPaths(config.runs_dir / config.name).profile
-            profiler = StepProfiler(folder, _TRACED, profiled_steps, observer.note)
+            traced = traced_phases(config.learner, device, observer.note)
+            profiler = StepProfiler(folder, traced, profiled_steps, observer.note)
             stack.callback(profiler.close)
             materials.around = profiler.step
         if not ranks.is_main:

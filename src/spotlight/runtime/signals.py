@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -59,8 +60,9 @@ def signals_that_end() -> list[signal.Signals]:
 def on_signals(
     numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], object]
 ) -> Iterator[None]:
-    """Handle signals within the block."""
-    before = {number: signal.signal(number, handler) for number in numbers}
+    """Handle signals within the block; in another thread than the main one, which alone may: leave them."""
+    main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handler) for number in numbers if main}
     try:
         yield
     finally:

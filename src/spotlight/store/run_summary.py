@@ -69,7 +69,8 @@ class RunSummary:
 def final_table(summary: RunSummary) -> FinalTable:
     """For trackers: what the final screen says."""
     first, last = summary.validation[:1], summary.validation[-1:]
-    rows = [(f"validation at iteration {point.iteration}", _judged(point)) for point in (*first, *last)]
+    judged = {each.iteration: each.graded if each.strict is None else each.strict for each in (*first, *last)}
+    rows = [(f"validation at iteration {iteration}", f"{value:.4f}") for iteration, value in judged.items()]
     if summary.validation_stderr is not None:
         rows.append(("its standard error", f"{summary.validation_stderr:.4f}"))
     rows += [
@@ -85,10 +86,6 @@ def final_table(summary: RunSummary) -> FinalTable:
         *((f"samples dropped, {reason.value}", str(n)) for reason, n in summary.samples.dropped.items()),
     ]
     return FinalTable(("figure", "value"), tuple(dict.fromkeys(rows)))
-
-
-def _judged(point: ValidationPoint) -> str:
-    return f"{point.graded if point.strict is None else point.strict:.4f}"
 
 
 def write_summary(path: Path, summary: RunSummary) -> None:

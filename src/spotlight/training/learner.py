@@ -426,7 +426,7 @@ class Learner:
             bind=partial(self._policy, conditions),
         )
 
-    def _policy(self, conditions: Sequence[Condition], times: int) -> MicroBatchPolicy:
+    def _policy(self, conditions: Sequence[Condition], times: int, counted: bool = True) -> MicroBatchPolicy:
         return MicroBatchPolicy(
             self.family,
             self.slots,
@@ -434,7 +434,7 @@ class Learner:
             size=self._size,
             guidance=self._guidance,
             autocast=self.autocast,
-            log=self._forwards,
+            log=self._forwards if counted else None,
         )
 
     def _denoising_steps(self) -> int:

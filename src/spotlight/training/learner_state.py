@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 
 from spotlight.models.shared.checks import difference
 from spotlight.models.shared.sharded import is_sharded, whole, write_whole
-from spotlight.models.slots import Slot, WeightSlots
+from spotlight.models.slots import WeightSlots
 from spotlight.training.sharded_files import TensorReader
 from spotlight.training.sharding import Ranks
 from spotlight_rewards.base.errors import UserError
@@ -165,11 +165,8 @@ def digest(slots: WeightSlots, optimizer: Optimizer, counters: Counters) -> str:
 
 
 def _weights(slots: WeightSlots) -> dict[str, Tensor]:
-    return {f"{slot}.{name}": tensor for slot in _kept(slots) for name, tensor in slots.state(slot).items()}
-
-
-def _kept(slots: WeightSlots) -> Iterator[Slot]:
-    return (slot for slot in slots.slots if slot != "reference")
+    kept = (slot for slot in slots.slots if slot != "reference")
+    return {f"{slot}.{name}": tensor for slot in kept for name, tensor in slots.state(slot).items()}
 
 
 def _tensors(slots: WeightSlots, optimizer: Optimizer) -> dict[str, Tensor]:

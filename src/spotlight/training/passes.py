@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -54,7 +55,7 @@ class Bound:
     first_steps: Tensor
     timesteps: int
     tokens: int
-    bind: Callable[[int], MicroBatchPolicy]
+    bind: Callable[..., MicroBatchPolicy]
     _policies: dict[int, MicroBatchPolicy] = field(default_factory=dict)
 
     @property
@@ -131,8 +132,8 @@ class TrainingPasses:
             return least
         while True:
             known = self._settled.get(key)
-            wanted = self._least(self._largest(key) if known is None else min(known, self.limit(bound)))
-            wanted = largest_pass(bound.timesteps, wanted)
+            most = self.memory.most(*key, self._budget()) if known is None else min(known, self.limit(bound))
+            wanted = largest_pass(bound.timesteps, self._least(most))
             if self._least(self.memory.proven(bound.shape, wanted)):
                 self._settled[key] = wanted
                 return wanted
@@ -288,11 +289,9 @@ class TrainingPasses:
 
     def _trial(self, bound: Bound, per_pass: int) -> None:
         # Later passes of the shape may evaluate the old policy, which takes memory, where this one need not.
-        bound = replace(bound, batch=replace(bound.batch, old_is_policy=False))
+        batch = replace(bound.batch, old_is_policy=False)
+        bound = replace(bound, batch=batch, bind=partial(bound.bind, counted=False), _policies={})
         self._backward(bound, max(cut_timesteps(range(bound.timesteps), per_pass), key=len), 0.0)
-
-    def _largest(self, key: tuple[Shape, int]) -> int:
-        return self.memory.most(*key, self._budget())
 
     def _budget(self) -> float:
         if self._budget_bytes is not None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from spotlight.config.sections.learner_section import LearnerConfig
 from spotlight.models.condition import Condition
+from spotlight.scheduler.types import Phase
 from spotlight_rewards.base.errors import UserError
 
 
@@ -28,6 +30,14 @@ class TrainingGuidance:
     scale: float
     negative: Condition
     embedded: float | None = None
+
+
+def traced_phases(config: LearnerConfig, device: torch.device, note: Callable[[str], None]) -> list[Phase]:
+    """What ``--profile`` traces. On CPUs ``auto`` measures memory by torch's profiler: two at once crash."""
+    if device.type == "cuda" or "auto" not in (config.recompute, config.timesteps_per_pass):
+        return [Phase.ROLLOUT, Phase.TRAINING]
+    note("training is not traced: on a CPU, `auto` of learner.recompute or timesteps_per_pass excludes it")
+    return [Phase.ROLLOUT]
 
 
 def compute_type(config: LearnerConfig) -> torch.dtype | None:

@@ -57,6 +57,7 @@ from spotlight.store.run_directory import RunPaths
 from spotlight.training.batching.conditions import Conditions
 from spotlight.training.batching.redistribute import passes_of, share_of
 from spotlight.training.lora_export import whole_state
+from spotlight.training.settings import traced_phases
 from spotlight.training.sharding import Meeting, Ranks, process_group
 from spotlight_kernels.measure.step_profile import StepProfiler
 from spotlight_rewards.base.errors import ConfigError, Problem
@@ -200,7 +201,8 @@ class LearnerRank:
     def _profiler(self) -> StepProfiler:
         folder = RunPaths(self.config.runs_dir / self.config.name).profile
         steps = self.order.profiled_steps
-        return StepProfiler(folder, (Phase.TRAINING,) if steps else (), steps, log.warning)
+        traced = traced_phases(self.config.learner, self._device, log.warning) if steps else ()
+        return StepProfiler(folder, traced, steps, log.warning)
 
     def open_rendezvous(self, host: str, port: int = 0) -> Address | None:
         """On rank 0 of several: serve the rendezvous, on ``host`` alone. Raises OSError."""

@@ -309,12 +309,9 @@ def _course(course: Sequence[CourseChange], position: int, leaves: Mapping[str, 
         if last.get(change.key, change.was) != change.was:
             ids.append(f"{change.key} at iteration {change.iteration}")
         last[change.key] = change.now
-    ids += [f"{key} in config.yaml" for key, now in last.items() if _differs(leaves, key, now)]
+    stated = {key: now for key, now in last.items() if not is_confidential(key)}
+    ids += [f"{key} in config.yaml" for key, now in stated.items() if leaves.get(key, now) != now]
     return Violation("course", "changes of keys that do not lead to the run's configuration", tuple(ids))
-
-
-def _differs(leaves: Mapping[str, object], key: str, now: object) -> bool:
-    return not is_confidential(key) and leaves.get(key, now) != now
 
 
 def _newest_checkpoint(paths: RunPaths) -> tuple[Checkpoint | None, tuple[str, ...]]:

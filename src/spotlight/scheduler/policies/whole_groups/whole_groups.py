@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 from spotlight.config.section import Section
 from spotlight.scheduler.effects import HoldSamples, ScoreSamples
-from spotlight.scheduler.iteration import Work
 from spotlight.scheduler.policy import Policy
 from spotlight.scheduler.rollouts import Rollouts
 from spotlight.scheduler.types import Purpose, Rollout, RolloutId, group_of
@@ -39,7 +38,7 @@ class WholeGroups(Policy):
         to_come = {group_of(work.rollouts[name]) for work in works for name in work.unscored - work.finished}
         complete: dict[str, list[Rollout]] = {}
         for rollout in [*self._held.values()]:
-            if not any(_wanted(work, rollout.id) for work in works):
+            if not any(rollout.id in work.unscored and rollout.id in work.finished for work in works):
                 del self._held[rollout.id]
                 continue
             group = group_of(rollout)
@@ -62,7 +61,3 @@ class WholeGroups(Policy):
         """Every rollout that waits for scores is held, or its group was sent."""
         for name in self._held:
             assert not any(name in work.scores for work in (self.work.current, *self.work.extra)), name
-
-
-def _wanted(work: Work, rollout: RolloutId) -> bool:
-    return rollout in work.unscored and rollout in work.finished
