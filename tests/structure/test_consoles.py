@@ -21,4 +21,6 @@ CONSOLES = {
 @pytest.mark.parametrize("where", CONSOLES)
 def test_no_console_reads_markup(where: str) -> None:
     given = {each.arg: ast.unparse(each.value) for each in CONSOLES[where].keywords}
-    assert given.get("markup") == "False" or "record" in given  # what a notebook shows is told one by one
+    assert (
+        given.get("markup") == "False" or "record" in given
+    )  # a notebook's, which prints texts of others without

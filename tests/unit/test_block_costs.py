@@ -128,8 +128,10 @@ def test_a_block_keeps_its_products_alone(model: str, kind: str) -> None:
     assert fused < found["elementwise"] + 3.5, "queries, keys and branches before their norms, besides"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("model", "kind"), KEPT)
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    [pytest.param(*each, marks=() if each[0] == QWEN else pytest.mark.slow) for each in KEPT],
+)
 def test_recomputing_repeats_no_product_but_those_of_whole_blocks(model: str, kind: str) -> None:
     # Wan's text is of 512 tokens whatever the prompt, and has no gradient: little beside a large video.
     small = Work(512, 2, 64) if model.startswith("Wan-AI/") else WORK

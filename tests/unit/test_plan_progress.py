@@ -6,9 +6,11 @@ import io
 from datetime import UTC, datetime
 from itertools import count
 
+import pytest
 from rich.console import Console
 from test_planned_parts import few_clusters
 
+from spotlight_plan.commands import plan_progress
 from spotlight_plan.commands.plan_progress import EVERY_S, FIRST_S, PlanProgress
 from spotlight_plan.search import Goal, SearchStep, search
 
@@ -31,3 +33,13 @@ def test_a_search_tells_every_step_and_names_the_best_so_far() -> None:
     assert len(lines) == 1 + int((8 * 2.0 - FIRST_S) // EVERY_S)
     assert lines[0].startswith("2 of 9 clusters ranked; best so far, estimated: ")
     assert lines[0].endswith("about 14 s left")
+
+
+def test_names_of_machines_are_no_markup() -> None:
+    terminal = Console(file=io.StringIO(), width=1000, force_terminal=True, markup=False)
+    step = SearchStep("ranked", 1, 2, None)
+    with PlanProgress(terminal) as shown, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_progress, "said", lambda _: "a[/b] in [c]")
+        shown.step(step)
+    assert isinstance(terminal.file, io.StringIO)
+    assert "a[/b] in [c]" in terminal.file.getvalue()

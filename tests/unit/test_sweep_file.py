@@ -162,6 +162,31 @@ def test_a_signal_while_a_run_is_chosen_ends_that_run_too(tmp_path: Path) -> Non
     assert [(end.run.settings, end.code) for end in ends] == [({"run_seed": 0}, EXIT_INTERRUPTED)]
 
 
+@pytest.mark.parametrize(
+    ("code", "begun", "told"),
+    [
+        (1, True, 1),
+        (-9, True, -9),
+        (-15, True, 130),
+        (-2, False, 130),
+        (1, False, 130),
+        (0, True, 0),
+    ],
+)
+def test_what_failed_while_a_sweep_stops_has_failed(
+    tmp_path: Path, code: int, begun: bool, told: int
+) -> None:
+    run, ended = SweepRun("a", {}, None, ()), subprocess.Popen([sys.executable, "-c", ""], encoding="utf-8")
+    ended.wait()
+    ended.returncode = code
+    if begun:
+        (tmp_path / "a").mkdir()
+    side_by_side = SideBySide(tmp_path, [{}], print, stopped=True)
+    side_by_side._at_work[0] = ended
+    side_by_side._ends.put((0, run))
+    assert list(side_by_side._next([])) == [Ended(run, told)]
+
+
 def test_a_refusal_is_believed_where_the_run_is_free_the_second_time(tmp_path: Path) -> None:
     # Another process may have held the run's lock, and have let go of it before the sweep looks.
     refused = subprocess.Popen(

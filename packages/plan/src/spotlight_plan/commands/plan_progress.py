@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class PlanProgress:
             # Simulations begin with what is known, whenever that is.
             self._next_s = now_s + FIRST_S if step.what == "ranked" else now_s
         if self._console.is_terminal:
-            self._bar.update(self._task, total=step.of, completed=step.done, description=said(step))
+            self._bar.update(self._task, total=step.of, completed=step.done, description=escape(said(step)))
         elif now_s >= self._next_s and step.best is not None:
             self._next_s = now_s + EVERY_S
             left_s = (now_s - self._since_s) * (step.of - step.done) / step.done if step.done else None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -205,7 +206,7 @@ class Bar:
 
     def done(self, name: str) -> None:
         """Count one finished simulation."""
-        self._progress.update(self._task, advance=1, description=f"simulated {name}")
+        self._progress.update(self._task, advance=1, description=escape(f"simulated {name}"))
 
 
 def _list() -> None:

@@ -18,6 +18,8 @@ _VALUES_MAX = 20_000
 _NUMBER_CHARS_MAX = 1000
 """Of all that is not text. PyYAML's time for base 60 (``1:30:00``) grows with the square of it."""
 _TEXT = "tag:yaml.org,2002:str"
+_READ_OTHERWISE = re.compile("[\t!\ufeff]")
+"""Libyaml takes tabs between words, a lone ``!`` as an empty text, and marks of byte order anywhere."""
 _NO_VALUE = (ValueError, ArithmeticError, LookupError, AttributeError, TypeError)
 """What PyYAML's constructors raise of texts such as ``2001-99-99`` or ``!!int x``."""
 
@@ -93,7 +95,7 @@ class _FastLoader(_Loader):
 
 def parse_yaml(text: str) -> object:
     """Parse one YAML document, whoever wrote it; ``3e-4`` is a float. Raises :class:`yaml.YAMLError`."""
-    if yaml.__with_libyaml__:
+    if yaml.__with_libyaml__ and _READ_OTHERWISE.search(text) is None:
         with contextlib.suppress(yaml.YAMLError, *_NO_VALUE):
             return yaml.load(text, Loader=_FastLoader)
     try:

@@ -26,6 +26,7 @@ from spotlight_plan.sweep_file import FINISHED, SweepRun
 from spotlight_rewards.commands.exit_codes import EXIT_INTERRUPTED, EXIT_NOT_STARTED
 
 _LOOK_AGAIN_S = 2.0
+_BY_SIGNAL = {code for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) for code in (-each, 128 + each)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class SideBySide:
         places: the environment of each run that may run at a time.
         say: prints a line; must not raise.
         ranks: processes of a run.
-        stopped: a signal has come: nothing more is started.
+        stopped: a signal has come: nothing more is started, or ended at once if it was being chosen.
     """
 
     runs_dir: Path
@@ -130,8 +131,9 @@ class SideBySide:
             self._refused.add(run.name)
             waiting.append(run)
         else:
-            # A process that was stopped before it listened to signals ended as they end others.
-            yield Ended(run, EXIT_INTERRUPTED if code and self.stopped else code)
+            # Before a process listens to signals, one ends it as any other; Ctrl-C while it starts is 1.
+            early = code in _BY_SIGNAL or (code == 1 and not (self.runs_dir / run.name).exists())
+            yield Ended(run, EXIT_INTERRUPTED if self.stopped and early else code)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         self.stopped = True
