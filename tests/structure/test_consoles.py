@@ -21,6 +21,5 @@ CONSOLES = {
 @pytest.mark.parametrize("where", CONSOLES)
 def test_no_console_reads_markup(where: str) -> None:
     given = {each.arg: ast.unparse(each.value) for each in CONSOLES[where].keywords}
-    assert (
-        given.get("markup") == "False" or "record" in given
-    )  # a notebook's, which prints texts of others without
+    # The one that records for a notebook passes markup=False to `print` instead.
+    assert given.get("markup") == "False" or "record" in given

@@ -131,7 +131,7 @@ class SideBySide:
             self._refused.add(run.name)
             waiting.append(run)
         else:
-            # Before a process listens to signals, one ends it as any other; Ctrl-C while it starts is 1.
+            # A signal may end a process before its handlers are installed; click turns Ctrl-C into status 1.
             early = code in _BY_SIGNAL or (code == 1 and not (self.runs_dir / run.name).exists())
             yield Ended(run, EXIT_INTERRUPTED if self.stopped and early else code)
 
