@@ -15,6 +15,7 @@ from rich.text import Text
 
 from spotlight.cli.run_argument import RUNS
 from spotlight_rewards.base.errors import UserError
+from spotlight_rewards.base.file_errors import is_there
 from spotlight_rewards.commands.exit_codes import errors_without_traceback
 
 if TYPE_CHECKING:
@@ -51,7 +52,8 @@ def runs(
     with errors_without_traceback():
         directory = local_folder(directory)
     console = Console(highlight=False, markup=False)
-    found = sorted(path.parent for path in directory.glob("*/config.yaml"))
+    there = directory.glob("*/config.yaml") if is_there(directory) else ()
+    found = sorted(path.parent for path in there)
     if as_json:
         typer.echo(json.dumps([_fields(path) for path in found], indent=1))
         return

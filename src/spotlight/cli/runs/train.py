@@ -40,7 +40,7 @@ from spotlight.cli.train_options import (
 from spotlight.config.training_stages import stage_names
 from spotlight.garbage import lasting
 from spotlight.testbed import TESTBEDS, lora_path
-from spotlight_rewards.base.file_errors import StoreError
+from spotlight_rewards.base.file_errors import StoreError, is_there
 from spotlight_rewards.commands.exit_codes import (
     EXIT_INTERRUPTED,
     EXIT_NOT_STARTED,
@@ -186,7 +186,7 @@ def _print_stages(
         with errors_without_traceback():
             config, arguments = configured([*given, f"stage={each}"])
             typer.echo(f"Stage {each}: the run {config.name}")
-            if config.model.lora is not None and not Path(lora_path(config.model.lora)).exists():
+            if config.model.lora is not None and not is_there(Path(lora_path(config.model.lora))):
                 typer.echo(f"It begins with {config.model.lora}, which an earlier stage is to make")
                 config, _ = configured([*given, f"stage={each}", "model.lora=null"])
         _print_plan(config, arguments, ranks)
@@ -205,11 +205,7 @@ def _configured(
         given = [*given, *_fit(config, fit, ranks)]
         config = configuration_of(given)
     if smoke:
-        path, overrides = split_arguments(given)
-        run = None if path is None else _run_at(path)
-        given = [*([] if path is None else [str(path if run is None else run / "config.yaml")]), *overrides]
-        given += _smoke(config)
-        config = configuration_of(given)
+        config, given = _smoke(config, given)
     return config, given
 
 
@@ -275,21 +271,25 @@ def _vote(config: RunConfig, given: Sequence[str]) -> list[str]:
     return replaced
 
 
-def _smoke(config: RunConfig) -> list[str]:
+def _smoke(config: RunConfig, given: list[str]) -> Configured:
     import shutil
 
     from spotlight.cli.runs.smoke import smoke_overrides
     from spotlight.store.run_directory import RunPaths
 
     silence_loading_bars()
+    path, overrides = split_arguments(given)
+    run = None if path is None else _run_at(path)
     replaced = smoke_overrides(config)
-    name = replaced[0].partition("=")[2]
-    shutil.rmtree(RunPaths(config.runs_dir / name).path, ignore_errors=True)  # of an earlier smoke run
+    file = [] if path is None else [str(path if run is None else run / "config.yaml")]
+    given = [*file, *overrides, *replaced]
+    config = configuration_of(given)
+    shutil.rmtree(RunPaths(config.runs_dir / config.name).path, ignore_errors=True)  # of an earlier smoke run
     console = Console(highlight=False, markup=False)
-    console.print(f"Smoke run {name}: as configured, but for")
+    console.print(f"Smoke run {config.name}: as configured, but for")
     for each in replaced[1:]:
         console.print(Text(f"  {each}"), soft_wrap=True)
-    return replaced
+    return config, given
 
 
 def _print_plan(config: RunConfig, arguments: Sequence[str], ranks: int | None) -> None:
@@ -337,7 +337,7 @@ def _run(
     from spotlight.runtime.preflight import finished_summary, require_startable
     from spotlight.runtime.signals import ending_at_once
 
-    if config.model.path in TESTBEDS or Path(config.model.path).is_dir():
+    if config.model.path in TESTBEDS or is_there(Path(config.model.path)):
         silence_loading_bars()  # download bars stay
     progress = make_progress(config, plain)
     progress.facts.started = time.monotonic() - process_age_s()  # imports are billed too
