@@ -18,7 +18,7 @@ trap 'rm -rf "$fresh"' EXIT
 # shellcheck disable=SC2086  # PIP_ARGS holds several words
 "$fresh/venv/bin/pip" install --quiet ${PIP_ARGS:-} ${TORCH_ARGS:-} -r "$root/requirements-torch.lock" "triton==$TRITON" \
   setuptools uv "${root}[ocr,dev]" "$root"/packages/*
-"$fresh/venv/bin/pip" freeze --all --exclude pip --exclude wheel --exclude uv --exclude torch \
+"$fresh/venv/bin/pip" freeze --all --exclude pip --exclude wheel --exclude torch \
   --exclude spotlight-rl --exclude spotlight-kernels --exclude spotlight-rewards --exclude spotlight-files --exclude spotlight-weights --exclude spotlight-fleet --exclude spotlight-plan --exclude spotlight-dashboard --exclude spotlight-bucket |
   grep -vE '^(nvidia-|cuda-)' | sort -f >"$fresh/all.txt"
 "$fresh/venv/bin/uv" pip compile --quiet --no-deps --generate-hashes --no-header --no-annotate "$fresh/all.txt" \

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from spotlight.cli.main import app
 from spotlight.cli.runs.smoke import smoke_overrides
+from spotlight.cli.runs.train import _configured
 from spotlight.config.load import load_config
 from spotlight.config.preset import preset_names
 from spotlight.config.schema import RunConfig
@@ -110,6 +111,23 @@ def test_a_preset_has_a_smoke_run_with_prompts_that_its_rewards_can_score(
     for reward in config.rewards:
         if (check := load(reward.name, reward.params).check) is not None:
             check([prompt.text for prompt in every], [prompt.metadata for prompt in every])
+
+
+def test_no_more_prompts_are_evaluated_than_there_are(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("a cat\n")
+    prompts = [f"data.{key}={tmp_path / 'one.txt'}" for key in ("train", "test")]
+    assert len(load_prompts(smoked([*prompts, f"cache_dir={tmp_path}"])).test) == 1
+
+
+def test_a_stages_smoke_run_begins_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "chain.yaml").write_text("stages: {one: {iterations: 3}, two: {iterations: 3}}\n")
+    given = [str(tmp_path / "chain.yaml"), "stage=two", f"runs_dir={tmp_path}", f"cache_dir={tmp_path}"]
+    before, _ = _configured(given, None, vote=False, fit=None, smoke=True)
+    assert f"Smoke run {before.name}: " in capsys.readouterr().out
+    (tmp_path / before.name).mkdir()
+    again, _ = _configured(given, None, vote=False, fit=None, smoke=True)
+    assert again == before
+    assert not (tmp_path / before.name).exists()
 
 
 def test_whatever_the_micro_batch_the_fewer_samples_divide(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from voted_run import voted_run
 from spotlight.cli.runs import dashboard_beside, vote_option
 from spotlight.cli.runs.vote_option import VoteError, vote_overrides
 from spotlight.config.load import load_config
+from spotlight.data.datasets import load_prompts
 
 RECIPE = Path(__file__).parents[2] / "examples/24gb-z-image-turbo.yaml"
 
@@ -36,6 +37,20 @@ def test_what_the_command_sets_holds() -> None:
     given = ["rollout.group_size=8"]
     overrides = vote_overrides(load_config(RECIPE, given), given)
     assert not [each for each in overrides if each.startswith("rollout.group_size")]
+
+
+def test_a_section_that_the_command_sets_holds_too() -> None:
+    given = [str(RECIPE), "evaluation={every: 5, prompts: 2}", "rollout={group_size: 8}"]
+    overrides = vote_overrides(load_config(RECIPE, given[1:]), given)
+    keys = {each.partition("=")[0] for each in overrides}
+    assert not keys & {"evaluation.every", "evaluation.prompts", "rollout.group_size"}
+
+
+def test_no_more_prompts_are_evaluated_than_there_are(tmp_path: Path) -> None:
+    (tmp_path / "two.txt").write_text("a cat\na dog\n")
+    given = [f"data.{key}={tmp_path / 'two.txt'}" for key in ("train", "test")]
+    overrides = vote_overrides(load_config(None, given), given)
+    assert len(load_prompts(load_config(None, [*given, *overrides])).test) == 2
 
 
 def test_without_a_dashboard_nobody_could_vote(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,23 +3,40 @@
 from __future__ import annotations
 
 import ast
+import io
 from pathlib import Path
 
-import pytest
+from rich.table import Table
 from scripts.measure_structure import packages_of
 
+from spotlight_rewards.base.terminal import TextConsole
+
 ROOT = Path(__file__).parents[2]
-CONSOLES = {
-    f"{path.relative_to(ROOT)}:{node.lineno}": node
-    for package in packages_of(ROOT)
-    for path in sorted(package.rglob("*.py"))
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id.endswith("Console")
-}
 
 
-@pytest.mark.parametrize("where", CONSOLES)
-def test_no_console_reads_markup(where: str) -> None:
-    given = {each.arg: ast.unparse(each.value) for each in CONSOLES[where].keywords}
-    # The one that records for a notebook passes markup=False to `print` instead.
-    assert given.get("markup") == "False" or "record" in given
+def _makes_a_console(node: ast.AST) -> bool:
+    if isinstance(node, ast.Call):
+        return ast.unparse(node.func).rpartition(".")[2] == "Console"
+    if isinstance(node, ast.ClassDef):
+        return "Console" in map(ast.unparse, node.bases)
+    return isinstance(node, ast.alias) and node.name == "Console" and node.asname is not None
+
+
+def test_every_console_prints_texts_as_they_are() -> None:
+    made = {
+        path.name
+        for package in packages_of(ROOT)
+        for path in package.rglob("*.py")
+        if any(map(_makes_a_console, ast.walk(ast.parse(path.read_text(encoding="utf-8")))))
+    }
+    assert made == {"terminal.py"}
+
+
+def test_neither_markup_nor_emoji_is_read() -> None:
+    text = "a [bold]cat[/x] :cat: of 12\x1b[2J"
+    table = Table("prompt")
+    table.add_row(text)
+    console = TextConsole(file=io.StringIO(), width=80)
+    console.print(text)
+    console.print(table)
+    assert console.file.getvalue().count("a [bold]cat[/x] :cat: of 12\\x1b[2J") == 2  # type: ignore[attr-defined]

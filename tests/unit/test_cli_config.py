@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from spotlight.cli.config_command import documented_yaml, split_arguments
 from spotlight.cli.main import app
 from spotlight.config.load import dump_config, load_config
+from spotlight.config.sections.outputs import WandbConfig
 from spotlight.data.datasets import keys_to_set
 
 OVERRIDES: tuple[list[str], ...] = (
@@ -46,6 +47,22 @@ def test_the_command_takes_a_file_and_overrides(tmp_path: Path) -> None:
     output = CliRunner().invoke(app, ["config", str(path), "run_seed=7"]).output
     assert "\nname: mine\n" in f"\n{output}"
     assert "\nrun_seed: 7\n" in output
+
+
+def test_the_command_takes_a_run_as_the_dry_run_prints_it(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.yaml").write_text(dump_config(load_config(None, ["run_seed=7"])))
+    output = CliRunner().invoke(app, ["config", str(tmp_path / "mine"), "iterations=20"]).output
+    for line in ("name: mine", "run_seed: 7", "iterations: 20"):
+        assert f"\n{line}\n" in f"\n{output}"
+
+
+def test_addresses_and_other_packages_policies_are_printed() -> None:
+    config = load_config(None, ["runs_dir=s3://bucket/runs"]).model_copy(
+        update={"policies": {"x": WandbConfig()}}
+    )
+    lines = documented_yaml(config).splitlines()
+    assert {"runs_dir: s3://bucket/runs", "policies: {x: {entity: null, project: spotlight}}"} <= set(lines)
 
 
 def test_the_first_argument_without_an_equals_sign_is_the_file() -> None:

@@ -41,6 +41,11 @@ def problems_of(*overrides: str) -> list[Problem]:
     return list(caught.value.problems)
 
 
+def test_half_a_character_is_refused_by_its_key() -> None:
+    (problem,) = problems_of('model.path="caf\\udce9"')
+    assert (problem.key, problem.found) == ("model.path", r"'caf\udce9'")
+
+
 # -- files and round trips ---------------------------------------------------------------------------------
 
 

@@ -106,6 +106,7 @@ def test_evaluations_of_more_steps_than_training_are_reported() -> None:
     (note,) = load_prompts(much).notes(much)
     # 31 evaluations of 3 x 32 pictures in 5 steps, 30 iterations of 4 in 10
     assert note.startswith("93% of all denoising steps will be evaluation: 96 pictures (3 prompts x ")
+    assert "in each of 31 evaluations" in note
     less = load_config(None, [*few, "evaluation.prompts=3", "evaluation.images_per_prompt=1"])
     assert load_prompts(less).notes(less) == ()
     counted = "rewards=[{name: shape-counter}]"

@@ -83,15 +83,56 @@ def test_rows_of_pick_a_pic_become_pairs_the_preferred_picture_first(
     assert names == [("one", "ab"), ("two", "ca"), ("three", "ca")]
 
 
+def test_files_as_windows_and_other_languages_write_them(tmp_path: Path) -> None:
+    for name in ("captions", "index"):
+        (tmp_path / name).mkdir()
+        picture(tmp_path / name / "a.png")
+    (tmp_path / "captions" / "a.txt").write_text("a cat\r\n", encoding="utf-8-sig")
+    line = json.dumps({"file_name": "a.png", "text": "a\u2028cat\x85"}, ensure_ascii=False)
+    (tmp_path / "index" / "metadata.jsonl").write_text(f"{line}\n", encoding="utf-8-sig")
+    assert [each.text for each in trained(tmp_path / "captions")] == ["a cat"]
+    assert [each.text for each in trained(tmp_path / "index")] == ["a\u2028cat"]
+
+
+PAIR = '{"caption": "tie", "jpg_0": "a.png", "jpg_1": "a.png", "label_0": %s, "label_1": %s}'
+
+
+@pytest.mark.parametrize("labels", [("NaN", "1"), ("Infinity", "Infinity")])
+def test_a_label_that_compares_with_nothing_is_refused(tmp_path: Path, labels: tuple[str, str]) -> None:
+    (tmp_path / "pairs.jsonl").write_text(PAIR % labels)
+    with pytest.raises(ConfigError, match=r"line 1 has label_0=.*; expected numbers"):
+        trained(tmp_path / "pairs.jsonl", DPO)
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("pairs.jsonl", f'{PAIR % (1, 1)}\n\n{{"prompt": ""}}'),
+        ("metadata.jsonl", '\n\n{"prompt": "", "file_name": "x"}'),
+    ],
+)
+def test_a_bad_line_has_the_number_that_it_has_in_the_file(tmp_path: Path, file: str, text: str) -> None:
+    (tmp_path / file).write_text(text)
+    with pytest.raises(PromptFileError, match=rf"{file}:3: 'prompt' is "):
+        trained(tmp_path / file if file == "pairs.jsonl" else tmp_path)
+
+
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="folder without pictures"):
         trained(tmp_path)
     picture(tmp_path / "a.png")
     with pytest.raises(ConfigError, match=r"a\.png has no prompt; expected one in a\.txt"):
         trained(tmp_path)
-    (tmp_path / "metadata.jsonl").write_text('{"file": "a.png"}')
-    with pytest.raises(ConfigError, match=r"line 1 of its metadata\.jsonl has .'file'.*file_name"):
-        trained(tmp_path)
+    for content, said in ((b" \n", "a.txt is empty; expected the prompt of a.png"),
+                          (b"caf\xe9", "a.txt: line 1 is not UTF-8")):  # fmt: skip
+        (tmp_path / "a.txt").write_bytes(content)
+        with pytest.raises(ConfigError, match=said):
+            trained(tmp_path)
+    for line, said in (('{"file": "a.png", "text": "a cat"}', "has .'file', 'text'.; expected 'file_name'"),
+                       ('{"text": "a", "text": "b"}', "the key 'text' stands twice")):  # fmt: skip
+        (tmp_path / "metadata.jsonl").write_text(line)
+        with pytest.raises(ConfigError, match=rf"line 1 of its metadata\.jsonl .*{said}"):
+            trained(tmp_path)
     (tmp_path / "metadata.jsonl").write_text('{"file_name": "b.png", "text": "a cat"}')
     with pytest.raises(ValueError, match=r"no file .*b\.png"):
         trained(tmp_path)

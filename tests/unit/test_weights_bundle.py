@@ -223,6 +223,8 @@ def test_modules_are_counted_on_both_sides() -> None:
     unbound = make()
     unbound.modules_bound = 0
     assert "at least 1" in refused(dataclasses.replace(manifest, modules_bound=0), data, unbound)
+    with pytest.raises(WeightsError, match="0 slots are bound to 1 modules; expected at least 1 of each"):
+        pack(1, 0, {}, 1)
     with pytest.raises(WeightsError, match="bound to 0 modules; expected at least 1"):
         pack(1, 0, contents(learnt()), 0)
 

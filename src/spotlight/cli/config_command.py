@@ -26,7 +26,7 @@ _WIDTH = 100
 def config(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="CONFIG.yaml|KEY=VALUE", help="As for train."),
+        typer.Argument(metavar="CONFIG.yaml|RUN|KEY=VALUE", help="As for train."),
     ] = None,
     like: Annotated[
         str | None,
@@ -48,11 +48,10 @@ def config(
 
       spotlight config --like flow_grpo-sd3 --diff
     """
-    from spotlight.config.load import load_config
+    from spotlight.cli.runs.train import configuration_of
 
     with errors_without_traceback():
-        path, overrides = split_arguments(arguments or [])
-        resolved = load_config(path, [*([f"like={like}"] if like else []), *overrides])
+        resolved = configuration_of([*(arguments or []), *([f"like={like}"] if like else [])])
         typer.echo(_differences(resolved) if diff else _printed(resolved), nl=False)
 
 
@@ -108,15 +107,15 @@ def documented_yaml(section: BaseModel) -> str:
 
 
 def _lines(section: BaseModel, indent: int) -> Iterator[str]:
+    plain = section.model_dump(mode="json")
     for name, field in type(section).model_fields.items():
-        value = getattr(section, name)
         if indent == 0:
             yield ""
         yield from _comment(field, indent)
-        yield from _entry(name, value, indent)
+        yield from _entry(name, getattr(section, name), plain[name], indent)
 
 
-def _entry(name: str, value: object, indent: int) -> Iterator[str]:
+def _entry(name: str, value: object, plain: object, indent: int) -> Iterator[str]:
     pad = " " * indent
     if _is_section(value):
         yield f"{pad}{name}:"
@@ -130,7 +129,7 @@ def _entry(name: str, value: object, indent: int) -> Iterator[str]:
             lines[first] = f"{pad}  - {lines[first].lstrip()}"
             yield from lines
     else:
-        yield f"{pad}{name}: {_scalar(value)}"
+        yield f"{pad}{name}: {_scalar(plain)}"
 
 
 def _comment(field: FieldInfo, indent: int) -> Iterator[str]:
@@ -146,8 +145,7 @@ def _comment(field: FieldInfo, indent: int) -> Iterator[str]:
 def _scalar(value: object) -> str:
     import yaml
 
-    plain = list(value) if isinstance(value, tuple) else str(value) if isinstance(value, Path) else value
-    return yaml.safe_dump(plain, default_flow_style=True, width=10_000).removesuffix("...\n").strip()
+    return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("...\n").strip()
 
 
 def _is_section(value: Any) -> typing.TypeGuard[BaseModel]:

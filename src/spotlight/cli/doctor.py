@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Annotated, TypeAlias
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from spotlight.cli.run_argument import RUNS
 from spotlight.registry import CHECKS
+from spotlight_rewards.base.terminal import TextConsole
 from spotlight_rewards.commands.exit_codes import errors_without_traceback, failure
 from spotlight_rewards.commands.options import silence_loading_bars
 
@@ -117,7 +117,7 @@ def _check_machine(runs_dir: Path) -> None:
         doctor_checks.tesseract,
         doctor_checks.hub,
     )
-    console = Console(highlight=False, markup=False)
+    console = TextConsole()
     failed = 0
     table = Table(box=None, pad_edge=False, show_header=False)
     for _ in range(3):

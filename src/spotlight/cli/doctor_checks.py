@@ -160,11 +160,9 @@ def shared_memory() -> Iterator[Finding]:
 
 def disk(runs_dir: Path) -> Iterator[Finding]:
     """Free space and write permission in the runs directory."""
-    from spotlight_rewards.base.file_errors import free_bytes
+    from spotlight_rewards.base.file_errors import existing_parent, free_bytes
 
-    parent = runs_dir.absolute()
-    while not parent.exists():
-        parent = parent.parent
+    parent = existing_parent(runs_dir.absolute())
     if not parent.is_dir():
         yield Finding(Verdict.FAIL, "runs", f"{parent} is a file", "Choose another runs_dir.")
         return

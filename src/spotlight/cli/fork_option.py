@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
-from rich.console import Console
-from rich.text import Text
-
 from spotlight.cli.run_argument import find_run
+from spotlight_rewards.base.terminal import TextConsole
 from spotlight_rewards.commands.exit_codes import failure
 
 
@@ -32,11 +31,7 @@ def forked(
     run = find_run(parent, "all")
     beside = [] if stored_runs(Path(parent).parent) is None else [f"runs_dir={Path(parent).parent}"]
     config = load_run(run, [*beside, *overrides, f"name={name}"], forks=True)
-    console = Console(highlight=False, markup=False)
-
-    def say(text: str) -> None:
-        console.print(Text(text), soft_wrap=True)
-
+    say = partial(TextConsole().print, soft_wrap=True)
     if dry_run:
         checkpoint, changes = fork_plan(run, config, iteration)
         at = checkpoint.header.iteration

@@ -36,8 +36,9 @@ def find_run(
 def run_named(text: str) -> Path | None:
     """The run directory named by ``text``, if there is one."""
     from spotlight.store.run_directory import RunPaths
+    from spotlight_rewards.base.file_errors import is_there
 
-    return next((path for path in (Path(text), RUNS / text) if RunPaths(path).config.is_file()), None)
+    return next((path for path in (Path(text), RUNS / text) if is_there(RunPaths(path).config)), None)
 
 
 RunArgument = Annotated[

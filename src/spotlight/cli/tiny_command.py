@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from spotlight_rewards.base.file_errors import is_there, storage_errors
 from spotlight_rewards.commands.exit_codes import errors_without_traceback, failure
 from spotlight_rewards.commands.options import silence_loading_bars
 
@@ -14,7 +15,7 @@ from spotlight_rewards.commands.options import silence_loading_bars
 def tiny(
     family: Annotated[str, typer.Argument(metavar="FAMILY", help="As in model.family.")],
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A directory that does not exist yet.")],
-    seed: Annotated[int, typer.Option(min=0, help="Of the random weights.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63, help="Of the random weights.")] = 0,
     variant: Annotated[
         int, typer.Option(min=0, max=3, help="Other widths, heads, layers and VAE factors.")
     ] = 0,
@@ -28,11 +29,10 @@ def tiny(
       spotlight train model.family=flux model.path=tiny-flux \\
         data.train=testbed data.test=testbed iterations=1
     """
-    if directory.exists():
+    if is_there(directory):
         raise failure(f"DIR: {directory} exists; expected a directory to be made. Name another one.")
     with errors_without_traceback():
         from spotlight.registry import FAMILIES
-        from spotlight_rewards.base.file_errors import storage_errors
 
         silence_loading_bars()
         kind = FAMILIES.load(family)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Self
 
-from rich.console import Console
 from rich.progress import Progress, TaskID
 
 from spotlight.runtime.observer import Observer
 from spotlight.scheduler.types import Phase
+from spotlight_rewards.base.terminal import TextConsole
 
 
 class WorkBar(Observer):
     """An ``Observer`` that draws one bar on stderr if it is a terminal. Use as a context manager."""
 
     def __init__(self) -> None:
-        console = Console(stderr=True, markup=False)
+        console = TextConsole(stderr=True)
         self._progress = Progress(console=console, transient=True, disable=not console.is_terminal)
         self._task: TaskID | None = None
 

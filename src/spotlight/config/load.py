@@ -30,6 +30,7 @@ EMBEDDED = Path(__file__).with_name("demo.yaml")
 """What ``spotlight train`` runs without a file."""
 
 
+_HALF = re.compile("[\ud800-\udfff]")
 _OWNERS_MAX = 3
 _ALGORITHM = "algorithm.name"
 
@@ -126,7 +127,15 @@ def _parsed(tree: Mapping[str, Any], source: str, *, any_name: bool = False) -> 
         text = json.dumps(merge(defaults, tree), default=str)
         return RunConfig.model_validate_json(text, strict=True, context={ANY_NAME: any_name})
     except ValidationError as error:
-        raise ConfigError(source, _explain_all(error.errors(), _algorithm_of(tree))) from None
+        explained = list(_halves(tree)) or _explain_all(error.errors(), _algorithm_of(tree))
+        raise ConfigError(source, explained) from None
+
+
+def _halves(tree: Mapping[str, Any]) -> Iterator[Problem]:
+    """Texts with half a character, as Python has names of files that are not UTF-8: JSON has none."""
+    for key, value in settings_in(tree):
+        if _HALF.search(json.dumps(value, ensure_ascii=False, default=str)):
+            yield Problem(key, ascii(value), "text in UTF-8", "Write it so; a file may have to be renamed.")
 
 
 def dump_config(config: RunConfig) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from spotlight_rewards.base.errors import ConfigError, Problem, did_you_mean
+from spotlight_rewards.base.file_errors import is_there
 from spotlight_rewards.base.yaml_tree import parse_override, read_tree
 
 _STAGES, _CHOICE, _LORA = "stages", "stage=", "model.lora"
@@ -51,7 +52,8 @@ class ChosenStage:
 
 def stage_names(path: Path | None, overrides: Sequence[str]) -> list[str]:
     """The stages to be run one after another: those of the file, if none is chosen. Raises ConfigError."""
-    if path is None or not path.is_file() or any(each.startswith(_CHOICE) for each in overrides):
+    one = any(each.startswith(_CHOICE) for each in overrides)
+    if path is None or one or not is_there(path) or not path.is_file():
         return []
     return list(_stages_in(read_tree(path), str(path)))
 

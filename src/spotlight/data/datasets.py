@@ -85,8 +85,8 @@ class Prompts:
             notes.append(
                 f"{share:.0%} of all denoising steps will be evaluation: {pictures} pictures "
                 f"({len(self.test)} prompts x evaluation.images_per_prompt={evaluation.images_per_prompt}) "
-                f"every {evaluation.every} iterations. Lower that or evaluation.prompts, or raise "
-                "evaluation.every."
+                f"in each of {evaluation.count(config.iterations)} evaluations. Lower that or "
+                "evaluation.prompts, or evaluate less often (evaluation.every, at_start, at_end)."
             )
         return tuple(notes)
 
@@ -125,7 +125,7 @@ def _replaced(config: RunConfig, prompts: Prompts) -> Iterator[str]:
             lines = [
                 number
                 for number, line in enumerate(text.split("\n"), start=1)
-                if _REPLACEMENT in line or json.dumps(_REPLACEMENT)[1:-1] in line
+                if _REPLACEMENT in line or json.dumps(_REPLACEMENT)[1:-1] in line.lower()
             ]
             shown = ", ".join(map(str, lines[:_LINES_SHOWN])) + ", ..." * (len(lines) > _LINES_SHOWN)
             yield (

@@ -14,7 +14,7 @@ from spotlight.data.media_size import media_size
 from spotlight.data.section_names import under
 from spotlight.dry_run.model_plan import NotHere, family_of, planned_files
 from spotlight.testbed import lora_path
-from spotlight_files.model_errors import ModelError
+from spotlight_files.model_errors import ModelError, looking
 from spotlight_files.pipeline_files import PipelineFiles, is_hub_id, shards_of
 from spotlight_rewards.base.errors import ConfigError
 
@@ -38,9 +38,10 @@ def require_model(config: RunConfig) -> None:
     if config.model.lora is None:
         return
     lora = lora_path(config.model.lora)
-    if Path(lora).is_dir() or not is_hub_id(lora):
-        for name in names:
-            lora_file_of(str(lora_folder(Path(lora), name)))
+    with looking("model.lora", lora):
+        if Path(lora).is_dir() or not is_hub_id(lora):
+            for name in names:
+                lora_file_of(str(lora_folder(Path(lora), name)))
 
 
 def require_supported(config: RunConfig, files: PipelineFiles | None) -> None:

@@ -41,12 +41,15 @@ def free_bytes(device: torch.device) -> int:
 
 def _cgroup_bytes() -> int:
     try:
-        limit, used = (
-            (_CGROUP / name).read_text(encoding="utf-8").strip() for name in ("memory.max", "memory.current")
+        limit, used, parts = (
+            (_CGROUP / name).read_text(encoding="utf-8").strip()
+            for name in ("memory.max", "memory.current", "memory.stat")
         )
     except OSError:
         return 2**63
-    return 2**63 if limit == "max" else max(int(limit) - int(used), 0)
+    # What was read of files counts as used, and is given up where memory is asked for.
+    idle = dict(line.split() for line in parts.splitlines())["inactive_file"]
+    return 2**63 if limit == "max" else max(int(limit) - int(used) + int(idle), 0)
 
 
 @contextmanager

@@ -16,6 +16,18 @@ class ModelError(UserError, ValueError):
 
 
 @contextmanager
+def looking(key: str, path: object) -> Iterator[None]:
+    """Turn a path that this user may not look at into a :class:`ModelError` that names its key."""
+    try:
+        yield
+    except OSError as error:
+        raise ModelError(
+            f"{key} is {path}, which cannot be looked at ({error.strerror}); expected files that this user "
+            "can read: correct the path, or let its owner open the folders on the way"
+        ) from error
+
+
+@contextmanager
 def storing(what: str, path: Path, remedy: str) -> Iterator[None]:
     """Turn a failed write into a :class:`ModelError` that names ``path`` and the remedy."""
     try:

@@ -17,7 +17,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from spotlight_files.file_contents import add_file, below, contents_of
-from spotlight_files.model_errors import ModelError
+from spotlight_files.model_errors import ModelError, looking
 from spotlight_rewards.base.files import open_regular, read_regular
 
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -133,7 +133,9 @@ def locate(
     Raises:
         ModelError: nothing found, another pipeline, a missing component, bad weights, or an unreachable hub.
     """
-    files = _local(Path(path).expanduser(), revision) or _from_hub(str(path), revision, components)
+    with looking("model.path", path):
+        files = _local(Path(path).expanduser(), revision)
+    files = files or _from_hub(str(path), revision, components)
     index_path = files.root / "model_index.json"
     if not index_path.is_file():
         raise ModelError(
@@ -264,9 +266,10 @@ def check_weights(folder: Path) -> None:
 
 def shards_of(source: Path, key: str) -> list[Path]:
     """The files of weights that are given as a directory or a file. Raises ModelError if there are none."""
-    shards = weight_files(source, key) if source.is_dir() else [source]
-    if not shards or not all(shard.is_file() for shard in shards):
-        raise ModelError(f"{key}: {source} is neither a .safetensors file nor a directory with any")
+    with looking(key, source):
+        shards = weight_files(source, key) if source.is_dir() else [source]
+        if not shards or not all(shard.is_file() for shard in shards):
+            raise ModelError(f"{key}: {source} is neither a .safetensors file nor a directory with any")
     return shards
 
 

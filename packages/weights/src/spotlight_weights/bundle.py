@@ -166,10 +166,10 @@ def pack(
     Raises:
         WeightsError: no modules, no tensors, or an unsupported dtype.
     """
-    if modules_bound < 1:
+    if modules_bound < 1 or not slots:
         raise WeightsError(
-            f"weights of version {version} are bound to {modules_bound} modules; expected at least 1: no "
-            "target of the adapter matches the model (learner.lora.targets)"
+            f"weights of version {version}: {len(slots)} slots are bound to {modules_bound} modules; "
+            "expected at least 1 of each: no target of the adapter matches the model (learner.lora.targets)"
         )
     flat: dict[str, tuple[Tensor, Kind]] = {}
     for slot, tensors in slots.items():

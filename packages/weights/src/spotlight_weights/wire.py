@@ -7,6 +7,7 @@ travel with one byte.
 from __future__ import annotations
 
 import json
+import os
 import socket
 import struct
 import time
@@ -101,6 +102,8 @@ class Channel:
         except OSError as error:
             raise self._lost(error) from error
         if len(data) != 1 or len(descriptors) != count:
+            for descriptor in descriptors:
+                os.close(descriptor)
             raise self._lost(EOFError())
         return descriptors
 

@@ -7,10 +7,10 @@ import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from spotlight.cli.run_argument import RunArgument, find_run
+from spotlight_rewards.base.terminal import TextConsole
 from spotlight_rewards.commands.exit_codes import EXIT_NOT_STARTED, errors_without_traceback
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def _print(report: AuditReport) -> None:
     from spotlight.report.wording import count, money
     from spotlight.scheduler.types import DropReason, Purpose
 
-    console = Console(highlight=False, markup=False)
+    console = TextConsole()
     counts = report.counts
     left_out, dropped = (
         ", ".join(

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from spotlight.cli.options import (
@@ -21,6 +20,7 @@ from spotlight.cli.options import (
     open_run,
 )
 from spotlight.cli.run_argument import RunArgument
+from spotlight_rewards.base.terminal import TextConsole
 from spotlight_rewards.commands.exit_codes import errors_without_traceback
 
 if TYPE_CHECKING:
@@ -84,4 +84,4 @@ def _print(trained: TrainedRun, validation: Validation) -> None:
         table.add_row(f"{name}{judged}", score(value.mean, value.stderr))
     for tag, value in validation.by_tag.items():
         table.add_row(f"  {tag}", score(value.mean, value.stderr))
-    Console(highlight=False, markup=False).print(table)
+    TextConsole().print(table)

@@ -68,7 +68,7 @@ def generate(
     run: RunArgument,
     prompt: PromptOption = None,
     prompts: PromptsOption = None,
-    seed: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63, help="The first seed.")] = 0,
     count: Annotated[int, typer.Option(min=1, help="Pictures per prompt, with successive seeds.")] = 1,
     height: HeightOption = None,
     width: WidthOption = None,
@@ -100,8 +100,9 @@ def generate(
     with errors_without_traceback():
         listed = [] if prompts is None else read_prompts_option("--prompts", prompts)
         drawn = [*(prompt or ()), *(each.text for each in listed)]
-        if not drawn or not all(text.strip() for text in drawn):
-            raise failure(f"--prompt: found {drawn}; expected texts that are not empty. Say what to draw.")
+        if not drawn or not all(text.strip() and _is_utf8(text) for text in drawn):
+            said = "expected texts in UTF-8 that are not empty. Say what to draw."
+            raise failure(f"--prompt: found {drawn}; {said}")
         if any(each.references for each in listed) and not reference:
             raise failure(f"--prompts: {prompts} names references; expected them by --reference, for all.")
         pairs = [(text, seed + index) for text in drawn for index in range(count)]
@@ -118,6 +119,10 @@ def generate(
             written.append(_save_comparison(folder, pairs, old, after, trained, shown))
     for path in written:
         typer.echo(printable(path))
+
+
+def _is_utf8(text: str) -> bool:
+    return text.encode(errors="ignore").decode() == text
 
 
 def _save(

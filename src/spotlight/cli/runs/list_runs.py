@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from spotlight.cli.run_argument import RUNS
 from spotlight_rewards.base.errors import UserError
+from spotlight_rewards.base.file_errors import is_there
+from spotlight_rewards.base.terminal import TextConsole
 from spotlight_rewards.commands.exit_codes import errors_without_traceback
 
 if TYPE_CHECKING:
@@ -50,8 +51,9 @@ def runs(
 
     with errors_without_traceback():
         directory = local_folder(directory)
-    console = Console(highlight=False, markup=False)
-    found = sorted(path.parent for path in directory.glob("*/config.yaml"))
+    console = TextConsole()
+    there = directory.glob("*/config.yaml") if is_there(directory) else ()
+    found = sorted(path.parent for path in there)
     if as_json:
         typer.echo(json.dumps([_fields(path) for path in found], indent=1))
         return
@@ -71,7 +73,7 @@ def runs(
             table.add_row(*_row(run), *wide)
         except UserError as error:
             table.add_row(path.name, "", "", "", "", "", Text("unreadable", style="red"))
-            console.print(Text(str(error)), soft_wrap=True)
+            console.print(str(error), soft_wrap=True)
     console.print(table)
 
 

@@ -7,10 +7,9 @@ import time
 from collections.abc import Mapping
 from typing import Any, Self
 
-from rich.console import Console
-
 from spotlight.cli.runs.progress import Facts, RunProgress, drawn
 from spotlight.scheduler.types import Phase
+from spotlight_rewards.base.terminal import TextConsole
 
 _DRAWN_EVERY_S = 0.5
 _COLUMNS = 110
@@ -51,11 +50,11 @@ class NotebookProgress(RunProgress):
 
     def html(self) -> str:
         """What is shown."""
-        console = Console(
+        console = TextConsole(
             file=io.StringIO(), record=True, width=_COLUMNS, force_jupyter=False, force_terminal=True
         )
         for text in self._said:
-            console.print(text, markup=False, highlight=False)
+            console.print(text)
         console.print(drawn(self.facts))
         return console.export_html(inline_styles=True, code_format=_PRE)
 

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -27,6 +27,7 @@ from spotlight.report.wording import duration, money, score
 from spotlight.runtime.observer import Observer
 from spotlight.scheduler.types import Phase
 from spotlight.store.metrics import JUDGED, STDERR
+from spotlight_rewards.base.terminal import TextConsole
 
 if TYPE_CHECKING:
     from spotlight.config.schema import RunConfig
@@ -180,7 +181,7 @@ class RunProgress(Observer):
         self.say("  ".join(part for part in parts if part))
 
 
-class RunConsole(Console):
+class RunConsole(TextConsole):
     """The terminal or pipe of a run, which goes on, silently, when nobody reads it any more."""
 
     def on_broken_pipe(self) -> None:
@@ -199,7 +200,7 @@ class RunConsole(Console):
 class PlainProgress(RunProgress):
     """One line per event."""
 
-    def __init__(self, facts: Facts, console: Console) -> None:
+    def __init__(self, facts: Facts, console: TextConsole) -> None:
         super().__init__(facts)
         self._console = console
         self._said = time.monotonic()
@@ -218,7 +219,7 @@ class PlainProgress(RunProgress):
 class LiveProgress(RunProgress):
     """Live progress bars below notes and validations."""
 
-    def __init__(self, facts: Facts, console: Console) -> None:
+    def __init__(self, facts: Facts, console: TextConsole) -> None:
         super().__init__(facts)
         self._live = Live(
             console=console, get_renderable=self.draw, refresh_per_second=_REDRAWS_PER_S, transient=True
@@ -281,7 +282,7 @@ def make_progress(config: RunConfig, plain: bool) -> RunProgress:
     facts = Facts(config.iterations, config.fleet.price_usd_h * world, noisy_clip_range(config))
     if int(os.environ.get("RANK", "0")) > 0:
         return RunProgress(facts)
-    console = RunConsole(highlight=False, markup=False)
+    console = RunConsole()
     if console.is_jupyter and not plain:
         from spotlight.cli.runs.notebook_progress import NotebookProgress
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spotlight.data.datasets import unset_keys
+from spotlight.data.datasets import load_held_out, unset_keys
 
 if TYPE_CHECKING:
     from spotlight.config.schema import RunConfig
@@ -38,6 +38,7 @@ def smoke_overrides(config: RunConfig) -> list[str]:
     Raises:
         RegistryError: the family is unknown.
         RewardSetupError: a reward is unknown or cannot be imported.
+        ConfigError, PromptFileError: see :func:`spotlight.data.datasets.load_held_out`.
         StoreError: the pipeline cannot be written.
     """
     import shutil
@@ -145,7 +146,7 @@ def _counts(config: RunConfig) -> Iterator[tuple[str, object]]:
     for key, found, most in (
         ("rollout.prompts_per_iteration", config.rollout.prompts_per_iteration, prompts),
         ("rollout.group_size", config.rollout.group_size, group),
-        ("evaluation.prompts", evaluation.prompts or math.inf, _EVALUATED),
+        ("evaluation.prompts", evaluation.prompts or len(load_held_out(config)), _EVALUATED),
         ("evaluation.images_per_prompt", evaluation.images_per_prompt, per_prompt),
         ("evaluation.grid_images", evaluation.grid_images or 0, 1),
         ("evaluation.steps", evaluation.steps, config.rollout.steps),

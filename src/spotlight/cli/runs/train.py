@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from spotlight.cli import fork_option
 from spotlight.cli.config_command import split_arguments
@@ -40,7 +38,8 @@ from spotlight.cli.train_options import (
 from spotlight.config.training_stages import stage_names
 from spotlight.garbage import lasting
 from spotlight.testbed import TESTBEDS, lora_path
-from spotlight_rewards.base.file_errors import StoreError
+from spotlight_rewards.base.file_errors import StoreError, is_there
+from spotlight_rewards.base.terminal import TextConsole
 from spotlight_rewards.commands.exit_codes import (
     EXIT_INTERRUPTED,
     EXIT_NOT_STARTED,
@@ -186,7 +185,7 @@ def _print_stages(
         with errors_without_traceback():
             config, arguments = configured([*given, f"stage={each}"])
             typer.echo(f"Stage {each}: the run {config.name}")
-            if config.model.lora is not None and not Path(lora_path(config.model.lora)).exists():
+            if config.model.lora is not None and not is_there(Path(lora_path(config.model.lora))):
                 typer.echo(f"It begins with {config.model.lora}, which an earlier stage is to make")
                 config, _ = configured([*given, f"stage={each}", "model.lora=null"])
         _print_plan(config, arguments, ranks)
@@ -205,11 +204,7 @@ def _configured(
         given = [*given, *_fit(config, fit, ranks)]
         config = configuration_of(given)
     if smoke:
-        path, overrides = split_arguments(given)
-        run = None if path is None else _run_at(path)
-        given = [*([] if path is None else [str(path if run is None else run / "config.yaml")]), *overrides]
-        given += _smoke(config)
-        config = configuration_of(given)
+        config, given = _smoke(config, given)
     return config, given
 
 
@@ -261,35 +256,39 @@ def _fit(config: RunConfig, asked: str, ranks: int | None) -> list[str]:
     if (fitting := find_fitting()) is None:
         raise failure(f"--fit needs {NO_FITTING}")
     started = int(os.environ.get("WORLD_SIZE", ranks or 1))
-    return fitting.overrides(config, asked, started, Console(highlight=False, markup=False))
+    return fitting.overrides(config, asked, started, TextConsole())
 
 
 def _vote(config: RunConfig, given: Sequence[str]) -> list[str]:
     from spotlight.cli.runs.vote_option import vote_overrides
 
     replaced = vote_overrides(config, given)
-    console = Console(highlight=False, markup=False)
+    console = TextConsole()
     console.print("People vote: as configured, but for")
     for each in replaced:
-        console.print(Text(f"  {each}"), soft_wrap=True)
+        console.print(f"  {each}", soft_wrap=True)
     return replaced
 
 
-def _smoke(config: RunConfig) -> list[str]:
+def _smoke(config: RunConfig, given: list[str]) -> Configured:
     import shutil
 
     from spotlight.cli.runs.smoke import smoke_overrides
     from spotlight.store.run_directory import RunPaths
 
     silence_loading_bars()
+    path, overrides = split_arguments(given)
+    run = None if path is None else _run_at(path)
     replaced = smoke_overrides(config)
-    name = replaced[0].partition("=")[2]
-    shutil.rmtree(RunPaths(config.runs_dir / name).path, ignore_errors=True)  # of an earlier smoke run
-    console = Console(highlight=False, markup=False)
-    console.print(f"Smoke run {name}: as configured, but for")
+    file = [] if path is None else [str(path if run is None else run / "config.yaml")]
+    given = [*file, *overrides, *replaced]
+    config = configuration_of(given)
+    shutil.rmtree(RunPaths(config.runs_dir / config.name).path, ignore_errors=True)  # of an earlier smoke run
+    console = TextConsole()
+    console.print(f"Smoke run {config.name}: as configured, but for")
     for each in replaced[1:]:
-        console.print(Text(f"  {each}"), soft_wrap=True)
-    return replaced
+        console.print(f"  {each}", soft_wrap=True)
+    return config, given
 
 
 def _print_plan(config: RunConfig, arguments: Sequence[str], ranks: int | None) -> None:
@@ -318,14 +317,14 @@ def _print_plan(config: RunConfig, arguments: Sequence[str], ranks: int | None) 
             else [f"This run {finished_note(config, finished)}"]
         )
         estimate = estimate_run(config, int(os.environ.get("WORLD_SIZE", ranks or 1)))
-    console = Console(highlight=False, markup=False)
+    console = TextConsole()
     for each in notes:
-        console.print(Text(each), soft_wrap=True)
+        console.print(each, soft_wrap=True)
     print_plan(console, config, plan, fleet, kept)
     shown = shlex.join(["spotlight", "config", *arguments])
-    console.print(Text(f"Every key of this configuration: {shown}"), soft_wrap=True)
+    console.print(f"Every key of this configuration: {shown}", soft_wrap=True)
     said = f"needs {estimate}." if isinstance(estimate, str) else estimate_words(estimate)
-    console.print(Text(f"Estimate: {said}"), soft_wrap=True)
+    console.print(f"Estimate: {said}", soft_wrap=True)
 
 
 def _run(
@@ -337,7 +336,7 @@ def _run(
     from spotlight.runtime.preflight import finished_summary, require_startable
     from spotlight.runtime.signals import ending_at_once
 
-    if config.model.path in TESTBEDS or Path(config.model.path).is_dir():
+    if config.model.path in TESTBEDS or is_there(Path(config.model.path)):
         silence_loading_bars()  # download bars stay
     progress = make_progress(config, plain)
     progress.facts.started = time.monotonic() - process_age_s()  # imports are billed too
@@ -422,7 +421,7 @@ def _point_to_log(config: RunConfig, progress: RunProgress) -> None:
 def _print_result(result: RunResult) -> None:
     from spotlight.cli.runs.progress import RunConsole
 
-    console = RunConsole(highlight=False, markup=False)
+    console = RunConsole()
     if result.error is not None:
         complain(f"the run stopped: {result.error}")
     elif result.stopped:
@@ -432,7 +431,7 @@ def _print_result(result: RunResult) -> None:
             _finish(console, result.directory)
 
 
-def _finish(console: Console, directory: Path) -> None:
+def _finish(console: TextConsole, directory: Path) -> None:
     from spotlight.report.final_screen import print_final_screen
     from spotlight.report.model_card import CARD_FOLDER
     from spotlight.report.record import read_run

@@ -7,7 +7,10 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from spotlight.cli.runs.dashboard_beside import missing_package
+from spotlight.config.training_stages import settings_in
+from spotlight.data.datasets import load_held_out
 from spotlight_rewards.base.errors import UserError
+from spotlight_rewards.base.yaml_tree import parse_override
 
 if TYPE_CHECKING:
     from spotlight.config.schema import RunConfig
@@ -31,11 +34,13 @@ def vote_overrides(config: RunConfig, given: Sequence[str]) -> list[str]:
 
     Raises:
         VoteError: no dashboard is installed.
+        ConfigError, PromptFileError: see :func:`spotlight.data.datasets.load_held_out`.
     """
     if (missing := missing_package()) is not None:
         package, remedy = missing
         raise VoteError(f"--vote without the package {package!r}; people vote on the dashboard. {remedy}")
-    chosen = {each.partition("=")[0] for each in given} - {"rewards"}
+    settings = [dict([parse_override(each)]) for each in given if "=" in each]
+    chosen = {key for each in settings for key, _ in settings_in(each)} - {"rewards"}
     return [f"{key}={value}" for key, value in _changes(config) if key not in chosen]
 
 
@@ -53,7 +58,7 @@ def _changes(config: RunConfig) -> Iterator[tuple[str, object]]:
         yield "rollout.group_size", _SHOWN
     yield "evaluation.every", 1
     yield "evaluation.images_per_prompt", 1
-    if config.evaluation.prompts is None or config.evaluation.prompts > _EVALUATED:
+    if (config.evaluation.prompts or len(load_held_out(config))) > _EVALUATED:
         yield "evaluation.prompts", _EVALUATED
     if config.evaluation.grid_images is not None:
         yield "evaluation.grid_images", 1

@@ -197,7 +197,7 @@ class BlobStore:
                 return StoredBlob(entry.step, self._folder.read(path, _label(entry)))
             except Damaged as damage:
                 if self._lose(entry):
-                    log.error("%s. The value is lost: it is made again when it is needed.", damage)
+                    log.error("%s. The value is lost.", damage)
                     return None
                 # Otherwise it was replaced or dropped during the read: look again.
 

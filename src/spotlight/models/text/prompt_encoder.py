@@ -29,6 +29,7 @@ from spotlight.models.condition import Condition, Instruction, ModelInput
 from spotlight.models.text.references import read_reference
 from spotlight_files.model_errors import ModelError, storing
 from spotlight_files.pipeline_files import PipelineComponent, PipelineFiles
+from spotlight_rewards.base.file_errors import is_there
 
 _log = logging.getLogger(__name__)
 
@@ -173,12 +174,12 @@ class EmbeddingsCache:
 
     def has(self, text: str) -> bool:
         """Whether a file for ``text`` exists; its checksum is only verified by :meth:`get`."""
-        return self.path(text).is_file()
+        return is_there(self.path(text))
 
     def get(self, text: str) -> dict[str, Tensor] | None:
         """A condition's tensors on the CPU, or None if absent or damaged (which is logged)."""
         path = self.path(text)
-        if not path.is_file():
+        if not is_there(path):
             return None
         try:
             with safe_open(path, framework="pt") as file:

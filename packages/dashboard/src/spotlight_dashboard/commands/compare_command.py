@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from spotlight.cli.run_argument import RUNS, find_run
 from spotlight_rewards.base.errors import UserError
 from spotlight_rewards.base.file_errors import storage_errors
+from spotlight_rewards.base.terminal import TextConsole
 from spotlight_rewards.commands.exit_codes import errors_without_traceback
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def _known(groups: Sequence[Seeds]) -> str:
 
 
 def _show(groups: Sequence[Seeds], at: Sequence[float], name: str, by: Axis, target: float) -> None:
-    console = Console(highlight=False, markup=False)
+    console = TextConsole()
     console.print(f"{name} by {by}; 90 % intervals over seeds")
     table = Table(box=None, pad_edge=False)
     table.add_column("runs")
@@ -166,7 +166,7 @@ def _show(groups: Sequence[Seeds], at: Sequence[float], name: str, by: Axis, tar
 
 def _tell_courses(groups: Sequence[Seeds]) -> None:
     """A run that changed on its way is not what its configuration says from the start."""
-    console = Console(highlight=False, markup=False)
+    console = TextConsole()
     for run, change in _changes(groups):
         words = "; ".join(change.words)
         console.print(f"{run} from iteration {change.iteration} on: {words}", soft_wrap=True)
@@ -179,7 +179,7 @@ def _changes(groups: Sequence[Seeds]) -> Iterator[tuple[str, CurveChange]]:
 
 
 def _show_differences(groups: Sequence[Seeds], changed: dict[str, list[object]]) -> None:
-    console = Console(highlight=False, markup=False)
+    console = TextConsole()
     table = Table(box=None, pad_edge=False)
     for header in ("setting (- is the default)", *(group.name for group in groups)):
         table.add_column(header)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from spotlight.cli.run_argument import RunArgument, find_run
+from spotlight_rewards.base.terminal import TextConsole
 from spotlight_rewards.commands.exit_codes import errors_without_traceback
 
 
@@ -41,11 +41,11 @@ def why(
     if as_json:
         typer.echo(json.dumps([asdict(each) for each in found], indent=1))
     else:
-        console = Console(highlight=False, markup=False)
+        console = TextConsole()
         for each in found:
             style = "bold red" if each.serious else "bold"
             console.print(Text(each.finding, style=style), soft_wrap=True)
-            console.print(Text(f"  {each.remedy}"), soft_wrap=True)
+            console.print(f"  {each.remedy}", soft_wrap=True)
         if not found:
             console.print(f"Nothing looks wrong with {folder.name}.")
     if any(each.serious for each in found):

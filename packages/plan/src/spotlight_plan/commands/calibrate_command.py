@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from spotlight.cli.run_argument import find_run
+from spotlight_rewards.base.terminal import TextConsole
 from spotlight_rewards.commands.exit_codes import errors_without_traceback
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def calibrate(runs: RunsArgument, out: OutOption = None) -> None:
             return
         write_file(out, text)
     _print(profile)
-    Console(highlight=False, markup=False).print(f"Wrote {out}", soft_wrap=True)
+    TextConsole().print(f"Wrote {out}", soft_wrap=True)
 
 
 def _print(profile: Profile) -> None:

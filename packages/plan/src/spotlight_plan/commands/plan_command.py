@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from spotlight_plan.commands.simulate_command import (
@@ -24,6 +23,7 @@ from spotlight_plan.commands.simulate_command import (
     read_scenario,
     wide_console,
 )
+from spotlight_rewards.base.terminal import TextConsole
 from spotlight_rewards.commands.exit_codes import EXIT_STOPPED_BY_ERROR, errors_without_traceback
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def _launch(
 
     written = write_launch_files(folder, file, answer.candidate, prepared.pricing, config)
     print_written(*written.paths)
-    console = Console(highlight=False, markup=False)
+    console = TextConsole()
     target = answer.outcome.target
     if target is not None and written.iterations != target.iterations:
         note = f"{config} (--config) trains {written.iterations} iterations; the plan is for"

@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
+
+from spotlight_rewards.base.terminal import TextConsole
 
 if TYPE_CHECKING:
     from spotlight_plan.search import SearchStep
@@ -27,8 +28,10 @@ class PlanProgress:
         clock: seconds.
     """
 
-    def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console, self._clock = console or Console(stderr=True, highlight=False, markup=False), clock
+    def __init__(
+        self, console: TextConsole | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._console, self._clock = console or TextConsole(stderr=True), clock
         self._bar = Progress(console=self._console, transient=True)
         self._task = self._bar.add_task("", total=None)
         self._what = ""

@@ -7,10 +7,10 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from spotlight_rewards.base.terminal import TextConsole
 from spotlight_rewards.commands.exit_codes import errors_without_traceback, failure
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def prices(
         typer.echo(json.dumps([_record(quote, question.now) for quote in shown], indent=2))
     else:
         _print(shown, question.now, source or [])
-    unread = Console(stderr=True, highlight=False, markup=False)
+    unread = TextConsole(stderr=True)
     for name, why in question.unread.items():
         unread.print(Text(f"Not read: {name}: {why}", style="yellow"), soft_wrap=True)
 
@@ -120,7 +120,7 @@ def age(old: timedelta) -> str:
 def _print(quotes: Sequence[Quote], now: datetime, sources: Sequence[str]) -> None:
     from spotlight_plan.prices.quotes import OLD
 
-    console = Console(highlight=False, markup=False)
+    console = TextConsole()
     table = Table(box=None, pad_edge=False)
     numeric = {"GPUs", "$/GPU-h", "spot", "saving", "age"}
     titles = ("GPU", "GPUs", "cloud", "region", "instance", "$/GPU-h", "spot", "saving", "age", "")
@@ -145,7 +145,7 @@ def _print(quotes: Sequence[Quote], now: datetime, sources: Sequence[str]) -> No
     console.print(table)
     console.print()
     for source, note in notes.items():
-        console.print(Text(f"[{note}] {source}"), soft_wrap=True)
+        console.print(f"[{note}] {source}", soft_wrap=True)
     if old := sum(quote.age(now) > OLD for quote in quotes):
         newer = "skypilot" if "skypilot" not in sources else "azure or --source aws"
         advice = f"{old} of {len(quotes)} prices are older than {OLD.days} days: try --source {newer}."

@@ -7,11 +7,11 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from spotlight.cli.run_argument import find_run
+from spotlight_rewards.base.terminal import TextConsole
 from spotlight_rewards.commands.exit_codes import errors_without_traceback, failure
 
 if TYPE_CHECKING:
@@ -38,13 +38,13 @@ def show_prediction(run: str, profile_name: str | None, as_json: Path | None) ->
         _print(times, predicted, profile_name or "measured in this run itself")
         if as_json is not None:
             write_file(as_json, json.dumps(_record(times, predicted, profile.name), indent=2) + "\n")
-            Console(highlight=False, markup=False).print(f"Wrote {as_json}", soft_wrap=True)
+            TextConsole().print(f"Wrote {as_json}", soft_wrap=True)
     if predicted.error is not None:
         raise failure(f"the simulated run did not come to its end: {predicted.error}", 1)
 
 
 def _print(run: RunTimes, predicted: RunPrediction, durations: str) -> None:
-    console = Console(highlight=False, markup=False)
+    console = TextConsole()
     console.print(Text(run.label, style="bold"), soft_wrap=True)
     table = Table(box=None, pad_edge=False)
     for title in ("", "predicted", "measured", "difference"):

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from spotlight_rewards.base.terminal import TextConsole
 from spotlight_rewards.commands.exit_codes import errors_without_traceback, failure
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ class Bar:
     def __init__(self, total: int | None) -> None:
         from rich.progress import Progress
 
-        console = Console(stderr=True, markup=False)
+        console = TextConsole(stderr=True)
         self._progress = Progress(console=console, transient=True, disable=not console.is_terminal)
         self._task = self._progress.add_task("simulating", total=total)
 
@@ -212,7 +212,7 @@ class Bar:
 def _list() -> None:
     from spotlight_plan.scenarios.scenario_load import load_scenario, scenario_names
 
-    console = Console(highlight=False, markup=False)
+    console = TextConsole()
     table = Table(box=None, pad_edge=False)
     for title in ("scenario", "what it is", "strategies"):
         table.add_column(title, overflow="fold")
@@ -243,16 +243,16 @@ def _print(prepared: Prepared, runs: Sequence[StrategyRuns], now: datetime) -> N
 def print_written(*paths: Path | None) -> None:
     """Name the files that were written; None: it was not asked for."""
     for path in filter(None, paths):
-        Console(highlight=False, markup=False).print(f"Wrote {path}", soft_wrap=True)
+        TextConsole().print(f"Wrote {path}", soft_wrap=True)
 
 
-def wide_console() -> Console:
+def wide_console() -> TextConsole:
     """A console wide enough for a whole table, if the output is not a terminal."""
-    console = Console(highlight=False, markup=False)
-    return console if console.is_terminal else Console(highlight=False, width=140, markup=False)
+    console = TextConsole()
+    return console if console.is_terminal else TextConsole(width=140)
 
 
-def print_table(console: Console, columns: Sequence[str], lines: Sequence[TableLine]) -> None:
+def print_table(console: TextConsole, columns: Sequence[str], lines: Sequence[TableLine]) -> None:
     """Print a table; lines without cells are headings."""
     table = Table(box=None, pad_edge=False)
     for index, column in enumerate(columns):
@@ -263,10 +263,10 @@ def print_table(console: Console, columns: Sequence[str], lines: Sequence[TableL
     console.print(table)
 
 
-def print_notes(console: Console, notes: Sequence[PageNote]) -> None:
+def print_notes(console: TextConsole, notes: Sequence[PageNote]) -> None:
     """Print the notes below a table."""
     for note in notes:
         console.print()
         console.print(Text(note.heading, style="yellow" if note.heading == "Mind" else "bold"))
         for line in note.lines:
-            console.print(Text(f"  {line}"), soft_wrap=True)
+            console.print(f"  {line}", soft_wrap=True)

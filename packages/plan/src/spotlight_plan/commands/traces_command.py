@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from spotlight_rewards.base.terminal import TextConsole
 from spotlight_rewards.commands.exit_codes import errors_without_traceback, failure
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ def _print(traces: Sequence[Trace], written: Sequence[Path]) -> None:
     from spotlight_plan.traces.picture import sparkline
     from spotlight_plan.traces.trace_statistics import statistics
 
-    console = Console(highlight=False, markup=False)
+    console = TextConsole()
     for trace in traces:
         numbers = statistics(trace)
         console.print(Text(trace.source, style="bold"), soft_wrap=True)
@@ -216,7 +216,7 @@ def _print(traces: Sequence[Trace], written: Sequence[Path]) -> None:
         console.print(table)
         console.print()
     for path in written:
-        console.print(Text(f"Wrote {path}"), soft_wrap=True)
+        console.print(f"Wrote {path}", soft_wrap=True)
 
 
 def _rows(numbers: TraceStatistics) -> Sequence[tuple[str, str]]:

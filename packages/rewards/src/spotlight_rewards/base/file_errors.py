@@ -104,9 +104,17 @@ def free_bytes(path: Path) -> int:
 
 def existing_parent(path: Path) -> Path:
     """``path``, or its first parent that exists."""
-    while not path.exists() and path != path.parent:
+    while not is_there(path) and path != path.parent:
         path = path.parent
     return path
+
+
+def is_there(path: Path) -> bool:
+    """Whether a path exists, as far as this user can tell: of a hidden one ``Path.exists`` raises."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
 
 
 def size(number_of_bytes: float) -> str:

@@ -256,7 +256,7 @@ def parse_record(line: str, column: str = PROMPT, references: str | None = None)
     """Of a JSON object; arguments as of :func:`parse_prompts`. Raises BadLineError."""
     try:
         record: object = json.loads(line, parse_constant=_no_such_number, parse_float=_finite,
-                                    object_pairs_hook=_each_once)  # fmt: skip
+                                    object_pairs_hook=each_once)  # fmt: skip
     except json.JSONDecodeError as error:
         found = f"no JSON ({error.msg} at column {error.colno})"
         raise BadLineError(f"{found}: {_short(line)}; expected {_RECORD}") from None
@@ -396,7 +396,8 @@ def _shown(problems: Sequence[str]) -> Iterator[str]:
         yield f"... and {len(problems) - _PROBLEMS_SHOWN_MAX} more"
 
 
-def _each_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def each_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """An object of JSON, as ``object_pairs_hook``. Raises BadLineError for a key that stands twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)

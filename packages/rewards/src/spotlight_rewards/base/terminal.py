@@ -6,7 +6,10 @@ Importing this is enough for what Rich prints: it adds to Rich's private table o
 
 from __future__ import annotations
 
+from typing import Any
+
 from rich import control
+from rich.console import Console
 
 _CODES = {*range(0x20), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)} - set(b"\t\n")
 _SHOWN = {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in _CODES}
@@ -19,3 +22,10 @@ def printable(text: object) -> str:
 
 _left_out: dict[int, str | None] = control._CONTROL_STRIP_TRANSLATE  # type: ignore[assignment]
 _left_out.update({code: shown for code, shown in _SHOWN.items() if code not in _left_out})
+
+
+class TextConsole(Console):
+    """Prints texts as they are: ``[/]`` in a prompt is no markup, ``:cat:`` in a path no picture."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(highlight=False, markup=False, emoji=False, **options)

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from spotlight_rewards.base.errors import UserError
+from spotlight_rewards.base.terminal import TextConsole
 
 EXIT_STOPPED_BY_ERROR = 1
 EXIT_NOT_STARTED = 2
@@ -42,5 +42,5 @@ def failure(message: str, exit_code: int = EXIT_NOT_STARTED) -> typer.Exit:
 
 def complain(message: str) -> None:
     """Print an error to stderr."""
-    console = Console(stderr=True, highlight=False, markup=False)
+    console = TextConsole(stderr=True)
     console.print(Text.assemble(("Error: ", "bold red"), message), soft_wrap=True)

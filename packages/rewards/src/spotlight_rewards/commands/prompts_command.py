@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
-from rich.console import Console
 
+from spotlight_rewards.base.terminal import TextConsole
 from spotlight_rewards.commands.exit_codes import errors_without_traceback, failure
 from spotlight_rewards.commands.options import read_prompts_option
 
@@ -83,7 +83,7 @@ def prompts(
 def _print_written(
     paths: Sequence[Path], sets: Sequence[Sequence[str]], tags: Sequence[Mapping[str, int]] | None
 ) -> None:
-    console = Console(highlight=False, markup=False)
+    console = TextConsole()
     for index, (path, lines) in enumerate(zip(paths, sets, strict=True)):
         by_tag = f" ({', '.join(f'{tag} {n:,}' for tag, n in tags[index].items())})" if tags else ""
         console.print(f"{path}: {len(lines):,} prompts{by_tag}", soft_wrap=True)
@@ -102,7 +102,7 @@ def _geneval(
     tags = [{tag: sum(each["tag"] == tag for each in part) for tag in TAGS} for part in sets]
     # Asked for at least one per tag, only a tag without any scene gets none.
     if count >= len(TAGS) and (gone := [tag for tag, number in tags[0].items() if number == 0]):
-        Console(stderr=True, highlight=False, markup=False).print(
+        TextConsole(stderr=True).print(
             f"Warning: no prompts with the tag {', '.join(gone)}: --without has every such scene. "
             "The other tags have the more; leave out fewer to train on it too.",
             soft_wrap=True,

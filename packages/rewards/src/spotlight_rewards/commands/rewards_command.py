@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from spotlight_rewards.base.terminal import TextConsole
 from spotlight_rewards.commands.exit_codes import EXIT_STOPPED_BY_ERROR, errors_without_traceback
 from spotlight_rewards.commands.options import silence_loading_bars
 from spotlight_rewards.commands.reward_argument import (
@@ -56,7 +56,7 @@ def rewards(context: typer.Context) -> None:
 
 def list_rewards() -> None:
     """List the registered rewards, with what they score with, typical scores and parameters."""
-    console = Console(highlight=False, markup=False)
+    console = TextConsole()
     table = Table(box=None, pad_edge=False)
     for title in ("name", "runs on", "typical", "what it scores, with what"):
         table.add_column(title, overflow="fold")
@@ -86,7 +86,7 @@ def convert_geneval(
             from spotlight_rewards.geneval.openmmlab import convert_checkpoint
 
             origin, tensors = convert_checkpoint(checkpoint, out)
-    console = Console(highlight=False, markup=False)
+    console = TextConsole()
     console.print(f"{origin}: {tensors} tensors converted, none missing, none left.", soft_wrap=True)
     console.print(f"Use it: rewards=[{{name: geneval, params: {{detector: {out}}}}}]", soft_wrap=True)
 
@@ -111,7 +111,7 @@ def check(
 
       spotlight rewards check vlm-judge -p 'endpoint={base_url: "http://127.0.0.1:8000/v1", model: my-vlm}'
     """
-    console = Console(highlight=False, markup=False)
+    console = TextConsole()
     with errors_without_traceback():
         from spotlight_rewards.registry import REWARDS
         from spotlight_rewards.reward_check import check_reward

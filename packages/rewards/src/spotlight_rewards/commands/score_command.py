@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from spotlight_rewards.base.terminal import TextConsole
 from spotlight_rewards.commands.exit_codes import EXIT_STOPPED_BY_ERROR, errors_without_traceback, failure
 from spotlight_rewards.commands.options import read_prompts_option
 from spotlight_rewards.commands.reward_argument import (
@@ -273,7 +273,7 @@ def _reason(scored: _Scored) -> str:
 
 
 def _print(scored: Sequence[_Scored], scored_by: str, drawn: Path | None) -> None:
-    console = Console(highlight=False, markup=False)
+    console = TextConsole()
     curves = list(dict.fromkeys(name for each in scored for name in _details(each)))
     table = Table(box=None, pad_edge=False)
     for title in ("score", *curves):

@@ -9,8 +9,8 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
+from spotlight_rewards.base.terminal import TextConsole
 from spotlight_rewards.commands.exit_codes import errors_without_traceback
 from spotlight_rewards.commands.reward_argument import START_DEADLINE_S, DeadlineOption, reward_of
 from spotlight_rewards.commands.serving import HostOption, TokenEnvOption, token_of
@@ -47,7 +47,7 @@ def serve(
 
       REWARD_TOKEN=... spotlight rewards serve --reward hps --host 0.0.0.0 --token-env REWARD_TOKEN
     """
-    console = Console(highlight=False, markup=False)
+    console = TextConsole()
     with errors_without_traceback(), ExitStack() as open_pools:
         from spotlight_rewards.reward import RewardSetupError
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rich.console import Console
-from rich.text import Text
 
 from spotlight.config.requires import plain
 from spotlight.config.schema import RunConfig
@@ -86,10 +85,8 @@ def _print(console: Console, title: str, found: Fit) -> None:
     console.print(f"{title}: {found.largest} takes {size(max(found.peaks.values()))} with")
     for each in found.changes:
         saved = f"{each.phase} {size(each.before_bytes)} -> {size(each.after_bytes)}"
-        line = (
-            f"  {each.saving.key}={plain(each.value)} (was {plain(each.was)}): {saved}; {each.saving.costs}"
-        )
-        console.print(Text(line), soft_wrap=True)
+        was = f"(was {plain(each.was)}): {saved}; {each.saving.costs}"
+        console.print(f"  {each.saving.key}={plain(each.value)} {was}", soft_wrap=True)
 
 
 def nearest(found: Fit, needs: Needs) -> list[str]:

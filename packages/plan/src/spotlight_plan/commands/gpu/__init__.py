@@ -12,12 +12,11 @@ def measure(model: str, side_px: int | None, json_file: Path | None) -> None:
         side_px: height and width of its pictures; None: the configuration's.
         json_file: where a report goes; None: nowhere.
     """
-    from rich.console import Console
-
     from spotlight_plan.commands.gpu.asked_model import find_model
     from spotlight_plan.commands.gpu.gpu_check import check_gpus, missing_gpu
+    from spotlight_rewards.base.terminal import TextConsole
     from spotlight_rewards.commands.exit_codes import EXIT_STOPPED_BY_ERROR, failure
 
     if (why := missing_gpu()) is not None:
         raise failure(f"no GPU to measure: {why}.", EXIT_STOPPED_BY_ERROR)
-    check_gpus(find_model(model, side_px), json_file, Console(highlight=False, markup=False))
+    check_gpus(find_model(model, side_px), json_file, TextConsole())

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from spotlight.cli.config_command import split_arguments
 from spotlight.cli.run_argument import find_run
@@ -26,6 +24,7 @@ from spotlight_plan.sweep_file import (
     read_sweep,
 )
 from spotlight_rewards.base.errors import ConfigError, Problem, UserError
+from spotlight_rewards.base.terminal import TextConsole
 from spotlight_rewards.commands.exit_codes import (
     EXIT_INTERRUPTED,
     EXIT_STOPPED_BY_ERROR,
@@ -180,7 +179,7 @@ def _gpus() -> list[str]:
 def _say() -> Callable[[str], None]:
     from spotlight.cli.runs.progress import RunConsole
 
-    console = RunConsole(highlight=False, markup=False)
+    console = RunConsole()
     return lambda line: console.print(line, soft_wrap=True)
 
 
@@ -234,7 +233,7 @@ def _print_plan(
     from spotlight.dry_run.run_plan import make_plan
     from spotlight_plan.commands.sweep.sweep_tables import measured_speed, print_runs
 
-    console = Console(highlight=False, markup=False)
+    console = TextConsole()
     runs = list(corners(sweep)) if sweep.search else grid_runs(sweep)
     planned = [(run, configs[run.name], make_plan(configs[run.name])) for run in runs]
     begun = sorted(runs_dir.glob(f"{sweep.name}-*")) if measured is None else [find_run(measured)]
@@ -248,10 +247,10 @@ def _conclude(runs: Sequence[tuple[SweepRun, str]], runs_dir: Path) -> None:
     from spotlight.cli.runs.progress import RunConsole
     from spotlight_plan.commands.sweep.sweep_tables import print_outcomes
 
-    console = RunConsole(highlight=False, markup=False)
+    console = RunConsole()
     console.print()
     print_outcomes(console, runs, runs_dir)
     finished = [str(runs_dir / run.name) for run, state in runs if state == FINISHED]
     if len(finished) > 1:
-        console.print(Text(f"\n{shlex.join(['spotlight', 'compare', *finished])}"), soft_wrap=True)
+        console.print(f"\n{shlex.join(['spotlight', 'compare', *finished])}", soft_wrap=True)
         subprocess.run([sys.executable, "-m", "spotlight.cli", "compare", *finished], check=False)

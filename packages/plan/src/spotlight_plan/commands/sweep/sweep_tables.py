@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from spotlight_plan.sweep_file import SweepRun
 from spotlight_rewards.base.errors import UserError
@@ -99,7 +98,7 @@ def print_runs(
             f"Left: {duration(total_s / together)} with {together} at a time, {usd}; estimated from what "
             f"{speed.run} took for a forward."
         )
-    console.print(Text(told), soft_wrap=True)
+    console.print(told, soft_wrap=True)
 
 
 def print_outcomes(console: Console, runs: Sequence[tuple[SweepRun, str]], runs_dir: Path) -> None:

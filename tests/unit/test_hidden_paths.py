@@ -1,0 +1,74 @@
+"""Paths that cannot be looked at, as below others' folders, are not there or are said: without traceback.
+
+Root may look everywhere; a name that is too long for any folder is refused alike.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from spotlight.cli import doctor_checks
+from spotlight.cli.doctor import Verdict
+from spotlight.cli.main import app
+from spotlight.config.load import load_config
+from spotlight.dry_run.model_checks import require_model
+from spotlight.models.text.prompt_encoder import EmbeddingsCache
+from spotlight_files.model_errors import ModelError
+
+HIDDEN = "x" * 300
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (("export", HIDDEN), "is no run directory"),
+        (("train", HIDDEN), "expected a readable YAML file. File name too long"),
+        (("tiny", "qwen-image", HIDDEN), "cannot write a small pipeline"),
+        (("runs", HIDDEN), "No runs in"),
+    ],
+)
+def test_commands_say_so(
+    command: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, command)
+    assert done.exception is None or isinstance(done.exception, SystemExit)
+    assert said in " ".join(done.output.split())
+
+
+def test_the_doctor_looks_above(tmp_path: Path) -> None:
+    runs, disk = doctor_checks.disk(tmp_path / HIDDEN)
+    assert (runs.verdict, disk.what) == (Verdict.OK, "disk")
+
+
+@pytest.mark.parametrize("key", ["model.path", "model.lora", "model.transformer"])
+def test_a_models_file_is_named_by_its_key(key: str) -> None:
+    rank = ["learner.lora.rank=8"] if key == "model.lora" else []
+    with pytest.raises(ModelError, match=f"{key} is x+, which cannot be looked at .File name too long"):
+        require_model(load_config(None, [f"{key}={HIDDEN}", *rank]))
+
+
+def test_a_cache_that_is_hidden_has_nothing_and_says_so_when_written(tmp_path: Path) -> None:
+    cache = EmbeddingsCache(tmp_path / HIDDEN, "model", "template", 8, torch.float32)
+    assert not cache.has("a cat")
+    assert cache.get("a cat") is None
+    with pytest.raises(ModelError, match="cannot write prompt embeddings"):
+        cache.put("a cat", {"embeds": torch.zeros(1, 1)})
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (("generate", "demo", "-p", "caf\udce9"), "expected texts in UTF-8"),
+        (("generate", "demo", "-p", "a cat", "--seed", str(2**64)), "'--seed'"),
+        (("tiny", "qwen-image", "there", "--seed", str(2**64)), "'--seed'"),
+    ],
+)
+def test_what_no_model_takes_is_refused(command: tuple[str, ...], said: str) -> None:
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 2
+    assert said in done.output
