@@ -283,6 +283,54 @@ def test_time_and_cost_begin_where_the_simulated_run_does(tmp_path: Path) -> Non
     assert run.usd == pytest.approx((spent_s + learner_s) * 0.1 / 3600)
 
 
+def test_what_a_step_is_billed_with_came_before_it(tmp_path: Path) -> None:
+    """The head bills when an iteration has ended: as of its last record."""
+    plain, warm = read_run_times(write_run(tmp_path / "r")), "(SELECT MIN(seq) FROM optimizer_steps)"
+    late = f"UPDATE gpu_seconds SET position = {warm} WHERE phase = 'rollout' AND position < {warm}"
+    billed = read_run_times(changed(write_run(tmp_path / "b"), late))
+    assert (billed.usd, billed.rollouts) == (plain.usd, plain.rollouts)
+
+
+def test_the_evaluation_at_the_end_is_in_both_costs(tmp_path: Path) -> None:
+    run = replace(read_run_times(write_run(tmp_path / "r")), prompts=(2, 8))
+    config = load_config(None, [*SETTINGS[:-1], "evaluation.at_end=true", f"evaluation.steps={STEPS}"])
+    usd = [
+        predict_run(one, cluster_plan_of(one.config), measured_profile([one])).usd
+        for one in (run, replace(run, config=config))
+    ]
+    evaluation_s = 8 * 32 / 2 * STEPS * STEP_S  # two workers make them, and the learner waits
+    assert usd[1] - usd[0] == pytest.approx(evaluation_s * (2 * 0.1 + 0.5) / 3600, rel=0.1)
+
+
+def test_a_machine_that_trains_and_rolls_out_is_two_nodes(tmp_path: Path) -> None:
+    names = {"reserved-0/0": "reserved-0/learner/0", "spot-1/0": "reserved-0/rollout/0"}
+    folder = changed(
+        write_run(tmp_path / "r"),
+        "DROP TRIGGER samples_insert_only",
+        "UPDATE incidents SET detail = '2 x cpu' WHERE subject = 'reserved-0'",
+        "DELETE FROM incidents WHERE subject = 'spot-1'",
+        *(
+            f"UPDATE {table} SET worker = '{name}' WHERE worker = '{was}'"
+            for table in ("attempt_workers", "gpu_seconds", "samples")
+            for was, name in names.items()
+        ),
+        JOINED.format(90, "node_lost", "reserved-0", 0),
+    )
+    run = read_run_times(folder)
+    assert {name: (node.gpus, node.usd_h, node.trained) for name, node in run.nodes.items()} == {
+        "reserved-0/learner": (1, 0.5, True),
+        "reserved-0/rollout": (1, 0.1, False),
+        "spot-0": (1, 0.1, False),
+    }
+    assert [one.node for one in run.incidents[-2:]] == ["reserved-0/learner", "reserved-0/rollout"]
+    profile = measured_profile([run])
+    assert value_of(profile, "gpus.cpu.denoise[32x32, batch 4, sp 1].ms") == pytest.approx(4000 * STEP_S)
+    predicted = predict_run(run, cluster_plan_of(run.config), profile)
+    assert predicted.error is None
+    assert abs(predicted.deviation(run)) < 0.01
+    assert "its 2 nodes as they joined" in call("simulate", "--as", str(folder)).output
+
+
 def test_a_run_is_predicted_with_its_own_settings(tmp_path: Path) -> None:
     """Also with a profile of another origin."""
     recompute = ("algorithm.name=flow-grpo", "algorithm.old_log_probs=recompute", "rollout.sampler=flow-sde")

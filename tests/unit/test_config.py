@@ -188,7 +188,18 @@ def test_libyaml_reads_what_python_reads(monkeypatch: pytest.MonkeyPatch) -> Non
     """Where either refuses a text, Python's error is the one that is shown."""
     assert yaml.__with_libyaml__, "the lock file's wheel has it"
     strange = ["a: &x {b: 1}\nc: {<<: *x, d: 2}\n", "- |\n  one\n- >\n  two\n  three\n", "", "x: 2001-01-01"]
-    strange += ["a:\t1", "x: [1,\t2]", "x: !", "? !\n: 1", "a: 1\n\ufeffb: 2", "a: [", "\tb"]
+    strange += [
+        "a:\t1",
+        "x: [1,\t2]",
+        "x: !",
+        "? !\n: 1",
+        "a: 1\n\ufeffb: 2",
+        "a: [",
+        "\tb",
+        r'"\0"',
+        r'"\ud83d\ude00"',
+        r'"\ud83d"',
+    ]
 
     def read(text: str) -> object:
         try:
@@ -326,6 +337,9 @@ def test_all_problems_are_reported_at_once() -> None:
         ("- a\n- b\n", "Write `key: value` lines."),
         ("just text", "Write `key: value` lines."),
         ("x: !!python/object:os.system {}\n", "Line 1"),
+        ('runs_dir: "a\\0b"\n', r"Line 1: a text with '\x00': leave it out."),
+        ('data: {train: "\\ud83d"}\n', r"Line 1: a text with '\ud83d': leave it out."),
+        ('data: {train: "\\ude00\\ud83d"}\n', r"Line 1: a text with '\ude00': leave it out."),
     ],
 )
 def test_files_that_are_no_configuration(tmp_path: Path, text: str, remedy: str) -> None:

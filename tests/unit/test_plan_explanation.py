@@ -14,7 +14,7 @@ from tests.unit.test_strategy_runs import NOW, SMALL, of, three_starts
 from spotlight_plan.candidates import Candidate, Machine, prepared_for
 from spotlight_plan.explanation.levers import ALONE, Lever, lever_steps
 from spotlight_plan.explanation.plan_explanation import PlanExplanation, explain
-from spotlight_plan.explanation.sensitivity import FACTOR, Swing, assumptions_varied
+from spotlight_plan.explanation.sensitivity import FACTOR, Swing, _to_target, assumptions_varied
 from spotlight_plan.pages.explanation_charts import explanation_notes, tornado, waterfall
 from spotlight_plan.pages.plan_page import plan_page, plan_record, plan_verdict
 from spotlight_plan.pages.verdict import comparison_verdict, ratios, verdict_text
@@ -188,6 +188,15 @@ def test_a_start_without_a_target_makes_a_verdict_worse() -> None:
     said = verdict_text("spotlight", one, ALONE, of_base)
     assert re.search(r": [\d.]+ or more times as fast as reserved_only", said)
     assert re.search(r"costs up to \d+ % of its \$", said)
+
+
+def test_a_start_without_a_target_is_in_each_end_of_its_iterations() -> None:
+    (one,) = (runs.first for runs in three_starts()[:1])
+    assert one.target is not None
+    lost = replace(one, target=None, target_h=math.nan, target_usd=math.nan)
+    for others, known in (([one, one, lost], True), ([one, lost, lost], False)):
+        swing = _to_target(StrategyRuns(tuple(others)))
+        assert math.isfinite(swing.low[0]) is math.isfinite(swing.high[1]) is known
 
 
 def test_how_long_a_machine_boots_is_an_assumption_where_machines_come_later() -> None:

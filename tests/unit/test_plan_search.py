@@ -9,7 +9,15 @@ from functools import cache
 import pytest
 from test_simulate_plan import NOW, SMALL
 
-from spotlight_plan.candidates import Candidate, Machine, grid, prepared_for, shape_of
+from spotlight_plan.candidates import (
+    Candidate,
+    Machine,
+    file_of,
+    grid,
+    overrides_of,
+    prepared_for,
+    shape_of,
+)
 from spotlight_plan.scenarios.scenario_file import ScenarioFile
 from spotlight_plan.scenarios.scenario_load import load_scenario
 from spotlight_plan.scenarios.strategies import STRATEGIES
@@ -123,6 +131,17 @@ def test_planning_needs_targets_and_exploration() -> None:
         search(bare, Goal(deadline_h=1.0), NOW)
     assert "iterations_to_target.spotlight" in str(raised.value)
     assert "exploration" in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["NO", "1e3", "null", "a: b", "us-east-1"])
+def test_a_scenario_is_given_the_names_of_an_answer_as_they_are(name: str) -> None:
+    """YAML would read a region ``NO``, Norway, as no."""
+    file, machine = quick(), Machine("H100", 8, "runpod", name, name)
+    words = overrides_of(file, Candidate("spotlight", machine, machine, 2, 3, next_share=0.25))
+    given = quick(*words)
+    assert given == file_of(file, Candidate("spotlight", machine, machine, 2, 3, 0.25), file.run.iterations)
+    assert (given.cluster.reserved.region, given.cluster.spot.machine) == (name, name)
+    assert "cluster.reserved.cloud=runpod" in words
 
 
 def test_the_grid_surrounds_the_scenario() -> None:

@@ -17,7 +17,15 @@ from test_launch_files import schema
 from spotlight.config.load import load_config
 from spotlight.config.schema import RunConfig
 from spotlight_plan import estimates as candidate_estimates
-from spotlight_plan.candidates import Candidate, Machine, grid, overrides_of, prepared_for, shape_of
+from spotlight_plan.candidates import (
+    Candidate,
+    Machine,
+    grid,
+    overrides_of,
+    own_machine,
+    prepared_for,
+    shape_of,
+)
 from spotlight_plan.launch_files import (
     launch_files,
     launch_settings,
@@ -315,6 +323,24 @@ def test_launch_files_are_what_schedulers_take(
         assert config.fleet.learner_placement == ("spot" if moves else "reserved")
         assert config.rollout.steps == 20
         assert (config.pipeline.axis == "prompt") is ("gap" in strategy)
+
+
+def test_a_scenarios_cloud_adds_no_lines_to_a_task() -> None:
+    file = small("cluster.reserved.usd_gpu_h=6", 'cluster.reserved.cloud="aws\\nsetup: touch here"')
+    machine = own_machine(file.cluster.reserved)
+    made = launch_files(Candidate("reserved_only", machine, machine, 1, 0), read_templates(), CONFIG, "")
+    assert "touch here" not in made["skypilot-reserved.yaml"]
+
+
+def test_the_run_of_a_launch_may_be_in_a_folder_with_a_space() -> None:
+    machine = Machine("H100", 8, "aws", "us-east-1", "p5.48xlarge")
+    one = Candidate("reserved_only", machine, machine, 1, 0)
+    made = launch_files(one, read_templates(), "my runs/a.yaml", "rollout.steps=20")
+    task = yaml.safe_load(made["skypilot-reserved.yaml"])["run"].splitlines()
+    train = next(line for line in task if line.strip().startswith("spotlight train"))
+    job = next(part for part in yaml.safe_load_all(made["kuberay-rayjob.yaml"]) if part["kind"] == "RayJob")
+    words = [shlex.split(text)[2] for text in (train, job["spec"]["entrypoint"])]
+    assert words == ["my runs/a.yaml", "/opt/spotlight/my runs/a.yaml"]
 
 
 def started(strategy: str, *overrides: str, config: str = CONFIG) -> RunConfig:

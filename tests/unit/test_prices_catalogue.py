@@ -85,6 +85,16 @@ def test_a_bad_line_is_reported_with_number_value_and_expectation(line: str, sai
     assert all(words in str(raised.value) for words in said), raised.value
 
 
+@pytest.mark.parametrize(
+    "place", ["p5,H100,8,1,1,,3,1,{},z", "{},H100,8,1,1,,3,1,r,z", "p5,H100,8,1,1,,3,1,r,{}"]
+)
+@pytest.mark.parametrize("name", ['"p5\ntouch here"', "\x1b[2Jp5", "\u202ep5"])
+def test_a_name_is_one_line_that_can_be_printed(place: str, name: str) -> None:
+    # It is in the comments of start.sh, in which another line would be a command.
+    with pytest.raises(PriceError, match=r"vms\.csv: '.*p5.*'; expected a name on one line"):
+        parse(HEADER + place.format(name) + "\n")
+
+
 def test_all_bad_lines_are_reported_at_once_up_to_ten() -> None:
     with pytest.raises(PriceError) as raised:
         parse(HEADER + "p5,H100,8,1,1,,-3,1,r,z\n" * 12)

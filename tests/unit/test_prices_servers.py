@@ -79,6 +79,11 @@ def test_of_two_meters_of_one_machine_the_newest_counts() -> None:
         assert quote.on_demand_usd_h == 98.32
 
 
+def test_what_no_terminal_shows_is_no_region() -> None:
+    with pytest.raises(PriceError, match=r"'\\ud800'; expected a name on one line"):
+        azure.parse_pages([page([item(armRegionName="\ud800")])], NOW)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -91,6 +96,7 @@ def test_of_two_meters_of_one_machine_the_newest_counts() -> None:
         (page([item(retailPrice="12")]), "is '12'; expected a number"),
         (page([item(retailPrice=0)]), "above 0"),
         (page([item(retailPrice=True)]), "is True"),
+        (page([item(retailPrice=10**400)]), "a number of $/h above 0"),
         (page([item("Standard_D2")]), "armSkuName is 'Standard_D2'; expected one of the machines asked for"),
         (page([item(currencyCode="EUR")]), "'EUR'; expected 'USD'"),
         (page([item(unitOfMeasure="1 Month")]), "'1 Month'; expected '1 Hour'"),

@@ -105,6 +105,7 @@ def test_whether_anything_rolls_out_is_looked_at_whenever_a_node_comes_or_goes(t
 
     it = run(tmp_path, prepare)
     assert it.nodes.rolling == [False, True, False, True]
+    assert f"{SPOT.id} is gone; nodes left: 1" in it.notes
     assert clean(tmp_path).counts.trained == TRAINED
 
 

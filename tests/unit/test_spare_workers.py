@@ -56,6 +56,15 @@ def test_a_worker_whose_node_is_no_place_any_more_is_ended() -> None:
     assert it.take("a") == {}
 
 
+def test_a_node_that_was_given_another_role_twice_keeps_no_more_than_its_ranks() -> None:
+    it = Keeping()
+    it.change("a", able=2)
+    it.places["a"] = 1
+    it.change("a", able=1)
+    assert it.ended == [Process("a", 1), Process("a", 0)]
+    assert it.take("a") == {"a": [Process("a", 0)]}
+
+
 def test_none_is_kept_for_a_learner_that_has_started() -> None:
     it = Keeping()
     assert it.take("a") == {}

@@ -16,6 +16,7 @@ from spotlight.cli.config_command import split_arguments
 from spotlight.cli.main import app
 from spotlight.config.load import load_config
 from spotlight.config.schema import RUN_NAME
+from spotlight_plan.commands.sweep import sweep_command
 from spotlight_plan.commands.sweep.sweep_processes import Ended, SideBySide
 from spotlight_plan.sweep_file import SweepRun, corners, grid_runs, read_sweep
 from spotlight_rewards.base.errors import ConfigError
@@ -185,6 +186,28 @@ def test_what_failed_while_a_sweep_stops_has_failed(
     side_by_side._at_work[0] = ended
     side_by_side._ends.put((0, run))
     assert list(side_by_side._next([])) == [Ended(run, told)]
+
+
+@pytest.mark.parametrize(
+    ("states", "stopped", "status"),
+    [
+        (["finished", "finished"], False, 0),
+        (["finished", "stopped"], False, 130),
+        (["failed", "stopped"], False, 1),
+        (["finished", "refused"], False, 1),
+        (["finished", "ended by SIGKILL"], False, 1),
+        (["failed"], True, 130),
+        (["finished"], True, 130),
+    ],
+)
+def test_only_what_has_finished_is_a_success(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, states: list[str], stopped: bool, status: int
+) -> None:
+    names = ["rates-run_seed-0", "rates-run_seed-1"]
+    monkeypatch.setattr(sweep_command, "_run", lambda *_: (dict(zip(names, states, strict=False)), stopped))
+    path = written(tmp_path, f"set: {{runs_dir: {tmp_path}}}\ngrid: {{run_seed: [0, 1]}}")
+    result = CliRunner().invoke(app, ["sweep", str(path)])
+    assert result.exit_code == status, result.output
 
 
 def test_a_refusal_is_believed_where_the_run_is_free_the_second_time(tmp_path: Path) -> None:

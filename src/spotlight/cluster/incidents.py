@@ -43,7 +43,7 @@ class IncidentRecorder:
                 self.note(f"{node_id} will not be taken after all")
             case ev.NodeLost(node_id) if node_id in machines:
                 self.record(Incident.NODE_LOST, node_id, "")
-                self.note(f"{node_id} is gone; {len(machines) - 1} nodes are left")
+                self.note(f"{node_id} is gone; nodes left: {len(machines) - 1}")
             case ev.LearnerLost(detail):
                 self.record(Incident.LEARNER_LOST, "learner", detail)
 

@@ -6,6 +6,8 @@ scenario's own nodes where it states their price.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -21,6 +23,7 @@ from spotlight_plan.scenarios.scenario_load import build_scenario
 from spotlight_plan.scenarios.scenario_sections import Pool, TraceFile
 from spotlight_plan.scenarios.strategies import PipelinePart, SpotPlaces, strategy_named, variants
 from spotlight_rewards.base.errors import ConfigError, Problem
+from spotlight_rewards.base.yaml_tree import parse_yaml
 
 DROPPED_MAX = 0.05
 """Largest share of samples dropped because learner GPUs do not divide them."""
@@ -403,4 +406,6 @@ def _differences(before: object, after: object, key: str = "") -> Iterator[tuple
 
 
 def _yaml(value: object) -> str:
-    return "null" if value is None else f"{value}"
+    """As it stands if YAML reads it so; Norway's ``NO`` is no."""
+    plain = f"{value}"
+    return plain if re.fullmatch(r"[\w.-]+", plain) and parse_yaml(plain) == value else json.dumps(value)

@@ -7,6 +7,7 @@ places; all else (set-up, security, notices) stays as it is there. Pure, but for
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -309,7 +310,8 @@ def _sky_reserved(text: str, nodes: _Nodes, config: str, settings: str) -> str:
     if not nodes.fixed_nodes:
         text = re.sub(r"\n  (accelerators|instance_type): [^\n]*", "", text)
         text = text.replace("  use_spot: false", f"  {_HEAD_MACHINE}\n  use_spot: false")
-    train = f'spotlight train {config} fleet.driver=ray fleet.address="$SPOTLIGHT_IP:6379" {settings} --plain'
+    given = shlex.quote(config)
+    train = f'spotlight train {given} fleet.driver=ray fleet.address="$SPOTLIGHT_IP:6379" {settings} --plain'
     return _once(r"spotlight train [^\n]*", text, train)
 
 
@@ -331,7 +333,7 @@ def _sky_more(text: str, nodes: _Nodes) -> str:
 def _resources(text: str, machine: Machine) -> str:
     infra = "/".join(filter(None, machine.place))
     if not re.fullmatch(_INFRA, infra):  # a place by another name than SkyPilot's regions have
-        infra = machine.cloud
+        infra = machine.cloud if machine.cloud.isidentifier() else ""
     if infra:
         text = _once(r"  infra: [^\n]*", text, f"  infra: {infra}")
     named = f"\n  instance_type: {machine.name}" if machine.name else ""
@@ -386,7 +388,7 @@ def _kuberay(text: str, nodes: _Nodes, config: str, settings: str) -> str:
     prompts = "data.train=/opt/spotlight/examples/prompts/ocr_train.txt"
     held_out = "data.test=/opt/spotlight/examples/prompts/ocr_test.txt"
     train = [
-        f"spotlight train /opt/spotlight/{config}",
+        f"spotlight train {shlex.quote(f'/opt/spotlight/{config}')}",
         *(prompts, held_out, "runs_dir=/shared/runs", "fleet.driver=ray fleet.address=auto"),
         # The prompts above are not those that were counted.
         " ".join(word for word in settings.split() if not word.startswith(_COUNTED)) + " --plain",

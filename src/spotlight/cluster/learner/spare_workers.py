@@ -50,6 +50,7 @@ class SpareWorkers:
             processes: those that hold the base weights.
             unfit: the others.
         """
+        processes = [*self._kept.pop(ray_id, ()), *processes]
         kept = 0 if self._closed or ray_id in self._started else self.ranks_at().get(ray_id, 0)
         self._kept[ray_id] = list(processes[:kept])
         for process in (*processes[kept:], *unfit):

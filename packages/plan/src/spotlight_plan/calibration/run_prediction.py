@@ -35,7 +35,7 @@ class RunPrediction:
 
     Attributes:
         iteration_s: mean of the iterations after the first.
-        usd: after the first iteration.
+        usd: after the first iteration, to the end.
         phase_s: GPU-seconds of the whole run.
         error: why the simulated run did not finish; None: it did.
     """
@@ -74,7 +74,7 @@ def predict_run(run: RunTimes, plan: Plan, profile: Profile) -> RunPrediction:
     return RunPrediction(
         iteration_ends_s=ends,
         iteration_s=(ends[-1] - ends[0]) / later if later > 0 else float("nan"),
-        usd=sum(one.cost_usd for one in result.iterations[1:]),
+        usd=sum(result.cost_usd.values()) - sum(one.cost_usd for one in result.iterations[:1]),
         phase_s=phase_s,
         preemptions=result.preemptions,
         error=_problem(result, wanted),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -190,7 +190,7 @@ def _read(directory: Path, config: RunConfig, rows: Sequence[MetricsRow], connec
     saved = _saved_iterations(connection, directory.name, config, len(rows), finished=finished)
     warm = _warm(connection)
     nodes = _nodes(connection, directory.name, ranks)
-    incidents = tuple(_incidents(connection))
+    incidents = tuple(_incidents(connection, nodes))
     learner_at = [one.at for one in incidents if one.node in nodes and nodes[one.node].trained]
     began_s = max(0.0, min(learner_at, default=started_at) - started_at)
     state_bytes = max((_size(folder) for folder in (directory / "checkpoints").glob("*")), default=0)
@@ -254,44 +254,53 @@ def _warm(connection: Connection) -> int:
 
 
 def _usd(connection: Connection, warm: int) -> float:
-    query = "SELECT TOTAL(seconds * price_usd_h) / 3600 FROM gpu_seconds WHERE position >= ?"
+    query = "SELECT TOTAL(seconds * price_usd_h) / 3600 FROM gpu_seconds WHERE position > ?"
     return float(connection.execute(query, (warm,)).fetchone()[0])
 
 
 def _nodes(connection: Connection, name: str, ranks: set[str]) -> dict[NodeId, SeenNode]:
     """Every node that ever joined. Raises :class:`ConfigError` for an unknown GPU type."""
     slot_usd_h: dict[NodeId, list[float]] = {}
+    slots: dict[NodeId, set[str]] = {}
     for worker, price_usd_h in connection.execute("SELECT worker, price_usd_h FROM attempt_workers"):
         slot_usd_h.setdefault(_node_of(worker), []).append(price_usd_h)
+        slots.setdefault(_node_of(worker), set()).add(_AGAIN.sub("", worker))
     training = {_node_of(worker) for worker in ranks}
     found: dict[NodeId, SeenNode] = {}
     for subject, spot, detail in connection.execute(
         "SELECT subject, spot, detail FROM incidents WHERE kind = ?", (Incident.NODE_JOINED.value,)
     ):
-        node, joined = NodeId(subject), _JOINED.fullmatch(detail)
+        joined = _JOINED.fullmatch(detail)
         gpus, gpu_type = (int(joined[1]), joined[2]) if joined else (0, "")
         if gpu_type not in GPU_TYPES:
             remedy = unknown_gpu(gpu_type) if gpu_type else "Its Ray node has no label of a GPU type."
-            problem = Problem(f"node {node}", repr(gpu_type), "a known GPU type", remedy)
+            problem = Problem(f"node {subject}", repr(gpu_type), "a known GPU type", remedy)
             raise ConfigError(f"the run {name}", [problem])
         kind = NodeKind.SPOT if spot else NodeKind.RESERVED
-        prices = slot_usd_h.get(node, [0.0])
-        seen = SeenNode(kind, gpus, gpu_type, gpus * sum(prices) / len(prices), node in training)
-        if found.setdefault(node, seen) != seen:
-            both = f"{found[node].gpus} x {found[node].gpu_type}, then {detail}"
-            remedy = "Seconds of both are not told apart: take a run in which a name is always the same kind."
-            problem = Problem(f"node {node}", both, "the same GPUs each time", remedy)
-            raise ConfigError(f"the run {name}", [problem])
+        for node in _parts(subject, slots):
+            prices, held = slot_usd_h.get(node, [0.0]), gpus if node == subject else len(slots[node])
+            seen = SeenNode(kind, held, gpu_type, held * sum(prices) / len(prices), node in training)
+            if found.setdefault(node, seen) != seen:
+                both = f"{found[node].gpus} x {found[node].gpu_type}, then {detail}"
+                remedy = "Their seconds are not told apart: take a run whose names are always the same kind."
+                problem = Problem(f"node {node}", both, "the same GPUs each time", remedy)
+                raise ConfigError(f"the run {name}", [problem])
     return found
 
 
-def _incidents(connection: Connection) -> Iterator[NodeIncident]:
+def _parts(machine: str, billed: Iterable[NodeId]) -> list[NodeId]:
+    """The nodes that a machine was: itself, or what trained of it and what rolled out."""
+    return [node for node in billed if queries.machine_of(node) == machine] or [NodeId(machine)]
+
+
+def _incidents(connection: Connection, nodes: Iterable[NodeId]) -> Iterator[NodeIncident]:
     kinds = (Incident.NODE_JOINED, Incident.NODE_NOTICED, Incident.NOTICE_CANCELLED, Incident.NODE_LOST)
     for kind, node, at, detail in connection.execute(
         "SELECT kind, subject, at, detail FROM incidents ORDER BY id"
     ):
         if kind in kinds:
-            yield NodeIncident(Incident(kind), NodeId(node), at, detail)
+            for part in _parts(node, nodes):
+                yield NodeIncident(Incident(kind), part, at, detail)
 
 
 def _rollouts(
@@ -350,7 +359,7 @@ def _spent(connection: Connection, warm: int) -> dict[str, dict[tuple[Phase, boo
     """Seconds of each slot by phase, and whether they came after the record ``warm``."""
     found: dict[str, dict[tuple[Phase, bool], float]] = {}
     for worker, phase, later, seconds in connection.execute(
-        "SELECT worker, phase, position >= ?, SUM(seconds) FROM gpu_seconds GROUP BY 1, 2, 3", (warm,)
+        "SELECT worker, phase, position > ?, SUM(seconds) FROM gpu_seconds GROUP BY 1, 2, 3", (warm,)
     ):
         found.setdefault(worker, {})[Phase(phase), bool(later)] = seconds
     return found

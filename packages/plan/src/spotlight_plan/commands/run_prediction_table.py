@@ -44,6 +44,8 @@ def show_prediction(run: str, profile_name: str | None, as_json: Path | None) ->
 
 
 def _print(run: RunTimes, predicted: RunPrediction, durations: str) -> None:
+    from spotlight.store.ledger.ledger_queries import machine_of
+
     console = TextConsole()
     console.print(Text(run.label, style="bold"), soft_wrap=True)
     table = Table(box=None, pad_edge=False)
@@ -64,8 +66,8 @@ def _print(run: RunTimes, predicted: RunPrediction, durations: str) -> None:
         f"durations: {durations}",
         f"{len(run.iteration_ends_s)} iterations; the first, in which all starts and warms up, is in no mean "
         "and no cost, only in the GPU-seconds",
-        f"replayed: the run's settings, and its {len(run.nodes)} nodes as they joined, got their notices and "
-        "left",
+        f"replayed: the run's settings, and its {len({*map(machine_of, run.nodes)})} nodes as they joined, "
+        "got their notices and left",
         "not replayed: crashes of workers and learner, failed rewards, and what else ran on the machines",
     ):
         console.print(Text(f"  {line}", style="dim"), soft_wrap=True)

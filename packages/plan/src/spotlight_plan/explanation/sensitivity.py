@@ -7,6 +7,7 @@ have their interval; spot nodes are half. Notices move nothing here: the closed 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -198,15 +199,12 @@ def _to_target(base: StrategyRuns) -> Swing:
 
 
 def _after(base: StrategyRuns, end: int, stated: bool) -> tuple[float, float]:
-    def iterations(target: Target | None) -> int:
-        assert target is not None, "the same of all starts"
+    def iterations(target: Target) -> int:
         return target.ends[end] if stated else max(1, round(target.iterations * FACTOR ** (2 * end - 1)))
 
-    known = StrategyRuns(tuple(one for one in base.outcomes if one.target is not None))
-    return (
-        known.figure(lambda one: one.hours_after(iterations(one.target))).p50,
-        known.figure(lambda one: one.usd_after(iterations(one.target))).p50,
-    )
+    hours = base.figure(lambda one: one.hours_after(iterations(one.target)) if one.target else math.nan)
+    usd = base.figure(lambda one: one.usd_after(iterations(one.target)) if one.target else math.nan)
+    return hours.p50, usd.p50
 
 
 def _middle(runs: StrategyRuns) -> tuple[float, float]:

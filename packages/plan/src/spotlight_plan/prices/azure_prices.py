@@ -8,7 +8,7 @@ and page links that leave the server or loop are errors that name page and item.
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -150,8 +150,8 @@ def _read_item(item: object) -> Iterator[_Price]:
         if _text(item, key) != expected:
             raise _BadItemError(f"{key} of {name} is {item[key]!r}; expected {expected!r}")
     usd_h = item.get("retailPrice")
-    if isinstance(usd_h, bool) or not isinstance(usd_h, int | float) or not 0 < usd_h < math.inf:
-        raise _BadItemError(f"retailPrice of {name} is {usd_h!r}; expected a number of $/h above 0")
+    if isinstance(usd_h, bool) or not isinstance(usd_h, int | float) or not 0 < usd_h <= sys.float_info.max:
+        raise _BadItemError(f"retailPrice of {name} is {usd_h!r:.80}; expected a number of $/h above 0")
     since = _text(item, "effectiveStartDate")
     try:
         datetime.fromisoformat(since)

@@ -53,6 +53,9 @@ class Quote:
     caveat: str = ""
 
     def __post_init__(self) -> None:
+        for name in (self.cloud, self.region, self.zone, self.instance_type):
+            if not name.isprintable():  # another line would be a command in start.sh of a launch
+                raise PriceError(f"{self.source}: {name!r}; expected a name on one line")
         if self.as_of.tzinfo is None:
             raise PriceError(f"{self.source}: as_of is {self.as_of.isoformat()}; expected a time zone")
         if self.on_demand_usd_h is None and self.spot_usd_h is None:

@@ -18,6 +18,8 @@ _VALUES_MAX = 20_000
 _NUMBER_CHARS_MAX = 1000
 """Of all that is not text. PyYAML's time for base 60 (``1:30:00``) grows with the square of it."""
 _TEXT = "tag:yaml.org,2002:str"
+_NO_TEXT = re.compile("\0|[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]")
+"""NUL, and half of a pair of surrogates, as escapes may write them: no file, name or terminal takes them."""
 _READ_OTHERWISE = re.compile("[\t!\ufeff]")
 """Libyaml takes tabs between words, a lone ``!`` as an empty text, and marks of byte order anywhere."""
 _NO_VALUE = (ValueError, ArithmeticError, LookupError, AttributeError, TypeError)
@@ -52,6 +54,8 @@ class _Loader(yaml.SafeLoader):
         node = super().compose_node(parent, index)
         if opens:
             self._open.pop()
+        if isinstance(node, yaml.ScalarNode) and (odd := _NO_TEXT.search(node.value)):
+            raise _error(event, f"a text with {odd[0]!r}: leave it out")
         if isinstance(node, yaml.ScalarNode) and node.tag != _TEXT and len(node.value) > _NUMBER_CHARS_MAX:
             raise _error(event, f"a number of more than {_NUMBER_CHARS_MAX} characters: quote it")
         if not again and event.anchor is not None:

@@ -104,8 +104,8 @@ def sweep(
         states, stopped = _run(read, search, SideBySide(runs_dir, places, _say(), ranks or 1))
         known = [(run, NOT_BEGUN) for run in grid_runs(read)] if search is None else search.known()
         _conclude([(run, states.get(run.name, state)) for run, state in known], runs_dir)
-    if stopped or any(state not in (FINISHED, "stopped") for state in states.values()):
-        raise typer.Exit(EXIT_INTERRUPTED if stopped else EXIT_STOPPED_BY_ERROR)
+    if stopped or (others := {*states.values()} - {FINISHED}):
+        raise typer.Exit(EXIT_INTERRUPTED if stopped or others == {"stopped"} else EXIT_STOPPED_BY_ERROR)
 
 
 def _checked(sweep: SweepFile) -> dict[str, RunConfig]:
