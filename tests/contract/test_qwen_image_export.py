@@ -225,11 +225,17 @@ def test_an_earlier_pipeline_gives_way_where_that_is_asked_for(family: QwenImage
         save_merged(family, tmp_path / "notes", state, replace=True)
 
 
-def test_what_cannot_be_exported_is_said(family: QwenImage, tmp_path: Path) -> None:
+def test_what_cannot_be_exported_is_said(
+    family: QwenImage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "full" / "of").mkdir(parents=True)
     state = dict(family.transformer.state_dict())
     with pytest.raises(ModelError, match=r"full exists and is not empty: remove it"):
         save_merged(family, tmp_path / "full", state)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(ModelError, match="is the folder you are in"):
+        save_merged(family, Path(), state)
     state.pop("proj_out.weight")
     with pytest.raises(ModelError, match=r"(?s)not those of the transformer in .*proj_out\.weight"):
         save_merged(family, tmp_path / "new", state)

@@ -334,6 +334,18 @@ def test_a_tag_that_another_run_lacks_hides_none_of_its_pictures(browser: Browse
         assert page.locator("select[aria-label=tag]").input_value() == ""
 
 
+def test_a_score_that_the_run_had_only_later_is_no_gain(browser: Browser, own_place: Path) -> None:
+    metrics = own_place / "wild" / "metrics.jsonl"
+    *others, last = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    judged = {**last, "validation/graded": 0.5, "validation/strict": 0.9}
+    lines = [json.dumps(row) for row in (*others, judged, last)]
+    metrics.write_text("\n".join([*lines, ""]), encoding="utf-8")
+    with served(own_place) as address, watched(browser) as page:
+        open_view(page, address, "overview")
+        card = page.locator(".card:has(.label:text-is('Validation (strict)'))")
+        assert card.inner_text().split("\n")[1:] == ["0.900", f"at iteration {last['iteration']}"]
+
+
 def test_the_picture_before_is_enlarged_as_it_was(browser: Browser, place: Path) -> None:
     with served(place) as address, watched(browser) as page:
         open_view(page, address, "pictures")

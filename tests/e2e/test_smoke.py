@@ -119,6 +119,32 @@ def test_no_more_prompts_are_evaluated_than_there_are(tmp_path: Path) -> None:
     assert len(load_prompts(smoked([*prompts, f"cache_dir={tmp_path}"])).test) == 1
 
 
+CLUSTER = ("fleet.driver=ray", "fleet.address=10.0.0.1:6379")
+MOVES = "fleet.learner_placement=spot"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        (*CLUSTER, "fleet.head=any"),
+        (*CLUSTER, f"{MOVES}_then_on_demand", "fleet.on_demand={start: begin, stop: end}"),
+        (*CLUSTER, "fleet.target={deadline_h: 5, provider: skypilot, params: {}}"),
+        (*CLUSTER, MOVES, "fleet.learner_ranks=4", "fleet.learner_ranks_min=2"),
+        (*CLUSTER, "pipeline.next_share=0.1"),
+        ("pipeline.axis=prompt", "algorithm.advantage.std=group", "learner.micro_batch_size=16"),
+    ],
+    ids=lambda given: given[-1].partition("=")[0],
+)
+def test_what_a_cluster_or_a_large_batch_allows_is_replaced(given: tuple[str, ...], tmp_path: Path) -> None:
+    config = smoked([*given, f"cache_dir={tmp_path}"])
+    assert (config.fleet.address, config.fleet.learner_ranks) == (None, 1)
+    assert config.fleet.learner_placement == load_config(None, given).fleet.learner_placement
+
+
+def test_a_smoke_run_stays_on_this_machine(tmp_path: Path) -> None:
+    assert smoked(["runs_dir=s3://bucket/runs", f"cache_dir={tmp_path}"]).runs_dir == Path("runs")
+
+
 def test_a_stages_smoke_run_begins_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "chain.yaml").write_text("stages: {one: {iterations: 3}, two: {iterations: 3}}\n")
     given = [str(tmp_path / "chain.yaml"), "stage=two", f"runs_dir={tmp_path}", f"cache_dir={tmp_path}"]

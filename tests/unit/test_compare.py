@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from spotlight.cli.main import app
 from spotlight_dashboard.comparison import RunCurve, Seeds, differences, grouped, interval, points
+from spotlight_dashboard.views.means import run_curve
 
 VALUES = st.floats(-1e3, 1e3)
 
@@ -31,6 +32,11 @@ def line(name: str, slope: float, until: int = 10, **settings: object) -> RunCur
 
 
 class TestCurves:
+    def test_of_points_at_one_place_the_last_stays_the_last(self) -> None:
+        found = {"usd": [1.0, 2.0, 2.0], "y": [0.5, 0.9, 0.3], "changes": []}
+        run = run_curve("a", {}, found, "usd")
+        assert (run.x, run.y, run.at(2)) == ([1.0, 2.0, 2.0], [0.5, 0.9, 0.3], 0.3)
+
     def test_a_score_is_reached_between_two_points(self) -> None:
         run = line("a", 0.1)
         assert run.reaches(0.5) == pytest.approx(5)
@@ -171,6 +177,11 @@ def test_a_picture_is_drawn(runs: Path, tmp_path: Path) -> None:
         (["--chart", "x.pdf"], "ends with neither .svg nor .png"),
         (["--curve", "nothing/such"], "Every run needs two points of 'nothing/such', but a-0 has 0"),
         (["--by", "moons"], "'moons' is not one of"),
+        (["--target", "nan"], "nan is no score"),
+        (["--csv", "/nowhere/x.csv"], "cannot write the comparison: /nowhere/x.csv"),
+        (["--json", "/nowhere/x.json"], "cannot write the comparison: /nowhere/x.json"),
+        (["--chart", "/nowhere/x.svg"], "cannot write the chart: /nowhere/x.svg"),
+        (["a**/b"], "'a**/b' is no run directory"),
     ],
 )
 def test_what_cannot_be_compared_is_said(runs: Path, arguments: list[str], expected: str) -> None:
@@ -183,7 +194,8 @@ def test_what_cannot_be_compared_is_said(runs: Path, arguments: list[str], expec
 def test_names_in_runs_may_hold_a_star(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("spotlight_dashboard.commands.compare_command", "spotlight.cli.run_argument"):
         monkeypatch.setattr(f"{module}.RUNS", runs)
-    assert compare("a-*", "b-0") == compare(*(str(runs / name) for name in ("a-0", "a-1", "b-0")))
+    expected = compare(*(str(runs / name) for name in ("a-0", "a-1", "b-0")))
+    assert compare("a-*", "b-0") == compare(str(runs / "a-*"), "b**") == expected
 
 
 def test_runs_are_listed_as_json(runs: Path, tmp_path: Path) -> None:

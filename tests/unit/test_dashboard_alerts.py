@@ -254,7 +254,7 @@ def test_damaged_lines_of_the_metrics_are_counted_and_a_cut_end_is_not(place: Pa
     with live(place) as (_, runs):
         run = runs["mine"]
         run.paths.metrics.write_bytes(
-            b'{"iteration": 0, "samples_trained": 1, "wall_s": 1.0}\n{"iter\n[]\n{"it'
+            b'{"iteration": 0, "samples_trained": 1, "wall_s": 1.0}\n{"iter\n[]\n\0\0\n{"it'
         )
         _, found = history_and_findings(run, RunLimits())
         (damage,) = (each for each in found if each.name == "damaged_metrics")

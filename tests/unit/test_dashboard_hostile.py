@@ -16,7 +16,7 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from tests.unit.dashboard_run import make_run
+from tests.unit.dashboard_run import BEARER, TOKEN, make_run
 from tests.unit.hung_mount import CAN_MOUNT, hung_mount
 
 from spotlight.store.ledger.ledger_queries import open_readonly, ran_out_of_time
@@ -31,11 +31,13 @@ CLIENTS = 45
 @contextmanager
 def dashboard_process(place: Path) -> Iterator[tuple[subprocess.Popen[str], httpx2.Client]]:
     command = [sys.executable, "-m", "spotlight.cli", "dashboard", str(place), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    command += ["--token-env", "KEY"]  # a session is for the page alone, and not for /metrics
+    given = {**os.environ, "KEY": TOKEN}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=given) as process:
         try:
             assert process.stdout is not None
             address, _, token = process.stdout.readline().split()[0].partition("?token=")
-            with httpx2.Client(base_url=address, timeout=60) as client:
+            with httpx2.Client(base_url=address, timeout=60, headers=BEARER) as client:
                 assert client.post("/api/session", json={"token": token}).status_code == 200
                 yield process, client
         finally:

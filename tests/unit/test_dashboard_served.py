@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -60,6 +60,8 @@ from spotlight_dashboard.page_files import PAGE_FILES, page_file
 from spotlight_dashboard.report_pictures import PictureBudget, embedded
 from spotlight_dashboard.run_folders import RunFolder
 from spotlight_dashboard.shown_runs import ShownRuns
+from spotlight_dashboard.single_page import single_page
+from spotlight_rewards.base.file_errors import StoreError
 
 # -- what it refuses --
 
@@ -180,6 +182,72 @@ def test_one_bad_run_does_not_hide_the_others(empty_place: Path) -> None:
         address = f"/api/runs/{quote(run['name'])}"
         assert client.get(f"{address}/overview").status_code == 200
         assert client.get(f"{address}/money").status_code == 409
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        f"UPDATE attempts SET pid = 'x', host = '{socket.gethostname()}', ended = NULL",
+        "UPDATE incidents SET subject = x'ff', detail = x'ff', at = x'ff'",
+        "UPDATE outcomes SET purpose = 'odd'",
+        "UPDATE gpu_seconds SET price_usd_h = 9e999, phase = 'odd', seconds = NULL",
+        "UPDATE prompts SET text = x'ff', metadata = '[NaN]'",
+    ],
+)
+def test_a_ledger_of_odd_values_hides_no_other_run_and_is_refused_in_words(
+    spoil: str, empty_place: Path
+) -> None:
+    make_run(empty_place / "sound", 2)
+    odd = make_run(empty_place / "odd", 2)
+    with closing(sqlite3.connect(odd.ledger)) as ledger:
+        ledger.executescript("PRAGMA foreign_keys = OFF; PRAGMA ignore_check_constraints = ON")
+        for (name,) in ledger.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
+            ledger.executescript(  # without types
+                "PRAGMA legacy_alter_table = ON; DROP VIEW IF EXISTS scores; "
+                f"CREATE TABLE z AS SELECT * FROM {name}; DROP TABLE {name}; ALTER TABLE z RENAME TO {name}"
+            )
+        ledger.executescript(spoil)
+    client = client_of(empty_place)
+    assert {run["name"] for run in client.get("/api/runs").json()["runs"]} == {"odd", "sound"}
+    assert 'spotlight_iterations{run="sound"} 2.0' in client.get("/metrics").text
+    whats = [*answers_module.ANSWERS, "accounting", "metrics", "audit?now=1", "evaluation?iteration=0"]
+    refused = {what: client.get(f"/api/runs/odd/{what}") for what in whats}
+    assert {each.status_code for each in refused.values()} <= {200, 404, 409}
+    with suppress(StoreError):
+        single_page(RunFolder("odd", odd.path))
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ('{"iteration": 0, "samples_trained": 1e30, "wall_s": 1, "train/loss": 1}', "curve?name=train/loss"),
+        ('{"iteration": 0, "samples_trained": 0, "wall_s": 0, "a": {"validation/graded": 1}}', "overview"),
+        ('{"iteration": Infinity, "samples_trained": 0, "wall_s": 0, "validation/graded": 1}', "overview"),
+    ],
+)
+def test_a_line_of_metrics_that_no_run_writes_is_left_out(line: str, what: str, empty_place: Path) -> None:
+    paths, client = make_run(empty_place / "runs" / "odd", 2), client_of(empty_place / "runs")
+    before = client.get(f"/api/runs/odd/{what}").json()
+    paths.metrics.write_text(f"{paths.metrics.read_text(encoding='utf-8')}{line}\n", encoding="utf-8")
+    assert client_of(empty_place / "runs").get(f"/api/runs/odd/{what}").json() == before
+
+
+def test_rewards_beyond_all_bounds_are_an_error_that_names_the_run(empty_place: Path) -> None:
+    paths = make_run(empty_place / "odd", 2)
+    with paths.metrics.open("a", encoding="utf-8") as file:
+        for at in range(40):
+            reward = f'"train/loss": 1, "rollout/reward": {at % 2}e200'
+            file.write(f'{{"iteration": {at}, "samples_trained": 9, "wall_s": 99, {reward}}}\n')
+    result = CliRunner().invoke(cli, ["why", str(paths.path)], env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert f"{paths.path}: its files hold what no run writes (OverflowError" in result.stderr
+
+
+def test_a_curve_whose_name_has_no_utf_8_is_in_the_report(empty_place: Path) -> None:
+    paths = make_run(empty_place / "runs" / "odd", 2)
+    with paths.metrics.open("a", encoding="utf-8") as file:
+        file.write('{"iteration": 2, "samples_trained": 9, "wall_s": 99, "\\ud800": 1}\n')
+    assert "\\ud800" in single_page(RunFolder("odd", paths.path))
 
 
 def test_the_nodes_now_are_those_with_open_workers(empty_place: Path) -> None:
@@ -417,6 +485,8 @@ def test_the_command_refuses_what_it_cannot_serve_safely(places: Path, tmp_path:
         result = runner.invoke(cli, ["dashboard", *arguments], env={"SHORT": "guessable"})
         assert result.exit_code == 2
         assert all(word in result.stderr for word in words), result.stderr
+    result = runner.invoke(cli, ["report", str(places / "wild"), "--html", "."])
+    assert (result.exit_code, "cannot write the page: ." in result.stderr) == (2, True)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         result = runner.invoke(cli, ["dashboard", str(places), "--port", str(taken.getsockname()[1])])
     assert result.exit_code == 2

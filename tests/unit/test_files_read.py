@@ -19,6 +19,7 @@ from spotlight.runtime.resuming.files_read import files_read, require_same_files
 from spotlight.store.checkpoints import CheckpointStore
 from spotlight.testbed import PIPELINE_DIR
 from spotlight_files import file_contents, hub_snapshot
+from spotlight_files.pipeline_files import PipelineFiles
 from spotlight_rewards.base.file_errors import StoreError
 from spotlight_rewards.base.prompt_files import parse_prompts, with_found_pictures
 
@@ -103,6 +104,14 @@ def test_pictures_may_change_where_the_command_names_the_run(tmp_path: Path, ove
         require_same_files({"data.train": "a"}, {"data.train": "b"}, config)
     with pytest.raises(StoreError, match=r"model\.lora"):
         require_same_files({"model.lora": "a"}, {"model.lora": "b"}, config.naming_run())
+
+
+def test_a_file_may_be_called_what_is_no_utf_8(tmp_path: Path) -> None:
+    shutil.copytree(PIPELINE_DIR, tmp_path / "model")
+    files = PipelineFiles(tmp_path / "model")
+    known = [files.contents(), files.identity("transformer")]
+    (tmp_path / "model" / "transformer" / os.fsdecode(b"\xff.txt")).touch()
+    assert not {files.contents(), files.identity("transformer")} & set(known)
 
 
 def test_a_hubs_lora_is_known_by_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,17 +34,25 @@ from spotlight.store.ledger.history import AttemptRecord, read_history, state_of
 from spotlight.store.ledger.ledger_queries import open_readonly, prompts_at
 from spotlight.store.ledger.ledger_schema import Ending
 from spotlight.store.ledger.sqlite_ledger import SqliteLedger
-from spotlight.store.manifest import CheckpointHeader, CheckpointManifest, Damage, read_manifest, render
+from spotlight.store.manifest import (
+    CheckpointHeader,
+    CheckpointManifest,
+    Damage,
+    FileEntry,
+    read_manifest,
+    render,
+)
 from spotlight.store.metrics import read_metrics
 from spotlight.store.picture_names import tile_path
 from spotlight.store.run_directory import RunPaths
+from spotlight.store.run_summary import read_summary
 from spotlight.store.shown_media import FRAMES_MAX, shown_media
 from spotlight.store.store_errors import DamagedCheckpointError, LedgerError
 from spotlight.training.learner_state import INDEX, StateError, load_weights
 from spotlight_dashboard.report_pictures import embedded
 from spotlight_files.lora_file import read_lora
 from spotlight_files.model_errors import ModelError
-from spotlight_files.pipeline_files import read_json
+from spotlight_files.pipeline_files import check_weights, read_json, weight_files
 from spotlight_fleet.traces.trace import TraceError
 from spotlight_fleet.traces.trace_files import parse_trace
 from spotlight_rewards.base.file_errors import StoreError
@@ -120,7 +128,14 @@ def test_metrics_that_are_no_file_or_no_numbers_are_one_error(tmp_path: Path) ->
     with pytest.raises(StoreError, match="cannot be read: not a regular file"):
         read_metrics(tmp_path)
     metrics.unlink()
-    for line in ("[" * 100_000, '{"iteration": Infinity, "samples_trained": 0, "wall_s": 0}'):
+    for line in (
+        "[" * 100_000,
+        '{"iteration": Infinity, "samples_trained": 0, "wall_s": 0}',
+        '{"iteration": 0, "samples_trained": 1e30, "wall_s": 0}',
+        '{"iteration": 0, "samples_trained": -1e30, "wall_s": 0}',
+        '{"iteration": 0, "samples_trained": 0, "wall_s": null}',
+        '{"iteration": 0, "samples_trained": 0, "wall_s": 1e999}',
+    ):
         metrics.write_text(f"{line}\n", encoding="utf-8")
         with soon(), pytest.raises(StoreError, match="line 1: not a row"):
             read_metrics(tmp_path)
@@ -171,6 +186,47 @@ def test_a_checkpoint_with_a_fifo_that_its_manifest_does_not_list_is_damaged(
     os.mkfifo(tmp_path / "000001-iteration-000001" / name)
     with pytest.raises(DamagedCheckpointError, match=f"{name}: expected a file or none"):
         store.newest_valid()
+
+
+def test_a_checkpoint_whose_manifest_lists_what_no_file_can_be_called_is_damaged(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    with store.writer(CheckpointHeader(1, 0, "", "")):
+        pass
+    listed = CheckpointManifest(CheckpointHeader(1, 0, "", ""), {"x" * 300: FileEntry(1, "0")})
+    (tmp_path / "latest").unlink()
+    (tmp_path / "000001-iteration-000001" / "manifest.json").write_bytes(render(listed))
+    with pytest.raises(DamagedCheckpointError, match="expected 1 bytes, found no such file"):
+        store.newest_valid()
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir])
+def test_what_is_in_the_place_of_a_runs_own_files_is_named_and_not_waited_for(
+    make: Callable[[Path], None], tmp_path: Path
+) -> None:
+    make(tmp_path / "latest")
+    make(tmp_path / "summary.json")
+    store = CheckpointStore(tmp_path, keep=1)
+    for read in (lambda: store.any_committed, store.newest_valid, lambda: store.read_newest(repr)):
+        with pytest.raises(StoreError, match=r"newest checkpoint: .*latest: OSError: .* not a regular file"):
+            read()
+    with pytest.raises(StoreError, match=r"summary\.json: not a summary of a run"):
+        read_summary(tmp_path / "summary.json")
+
+
+def test_weights_that_are_no_file_are_refused_and_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    os.mkfifo(tmp_path / "a.safetensors")
+    with pytest.raises(ModelError, match=r"a\.safetensors .* is cut or corrupt .* not a regular file"):
+        check_weights(tmp_path)
+    with pytest.raises(ModelError, match="not a regular file"):
+        read_lora("QwenImagePipeline", str(tmp_path))
+
+
+def test_an_index_that_names_what_no_file_can_be_called_is_the_models_error(tmp_path: Path) -> None:
+    index = json.dumps({"weight_map": {"a": "x" * 300}})
+    (tmp_path / "model.safetensors.index.json").write_text(index, encoding="utf-8")
+    with pytest.raises(ModelError, match=r"1 of 1 weight files named in .* are missing"):
+        weight_files(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["[" * 100_000, f'{{"a": {"1" * 5000}}}', "\N{PILE OF POO}", None])
@@ -234,6 +290,8 @@ def test_a_learners_index_of_nonsense_is_an_unusable_state(steps: str, tmp_path:
         "UPDATE prompt_files SET prompts = '{'",
         "UPDATE attempts SET ended = 'perhaps', ended_at = 1",
         "UPDATE incidents SET kind = 'miracle'",
+        "DROP TABLE gpu_seconds; CREATE TABLE gpu_seconds (attempt, phase, seconds, price_usd_h); "
+        "INSERT INTO gpu_seconds VALUES (1, 'lost', 1, NULL)",
     ],
 )
 def test_a_ledger_with_values_that_none_of_ours_can_be_is_damaged(spoil: str, tmp_path: Path) -> None:
@@ -244,8 +302,7 @@ def test_a_ledger_with_values_that_none_of_ours_can_be_is_damaged(spoil: str, tm
         ledger.record_prompts({"data.train": []})
     with closing(sqlite3.connect(paths.ledger)) as connection:
         connection.execute("PRAGMA ignore_check_constraints = ON")
-        connection.execute(spoil)
-        connection.commit()
+        connection.executescript(spoil)
     with closing(open_readonly(paths.ledger)) as connection, pytest.raises(LedgerError, match="damaged"):
         assert prompts_at(connection, 1) != read_history(tmp_path)
 
@@ -279,10 +336,11 @@ def test_a_tile_names_no_picture_outside_its_run(name: str, tmp_path: Path) -> N
             read_tiles(paths, 0)
 
 
-def test_a_tile_that_lasts_for_years_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fps", ["1e9", "0", "-1", "1e-300"])
+def test_a_tile_that_lasts_for_years_or_never_is_refused(fps: str, tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     notes = PngImagePlugin.PngInfo()
-    for key, value in {"caption": "a", "score": "1", "fps": "1e9"}.items():
+    for key, value in {"caption": "a", "score": "1", "fps": fps}.items():
         notes.add_text(key, value)
     first, second = (Image.fromarray(np.full((64, 64, 3), value, np.uint8)) for value in (0, 255))
     tile = tile_path(paths, 0, 0)

@@ -204,6 +204,21 @@ def test_the_final_screen_says_when_the_end_is_worse_than_the_best(run: RunRecor
         assert said in shown
 
 
+def test_a_score_that_the_run_had_only_later_is_not_compared(run: RunRecord) -> None:
+    rows = run.paths.metrics.read_text(encoding="utf-8").splitlines()
+    first = {name: value for name, value in json.loads(rows[0]).items() if "strict" not in name}
+    run.paths.metrics.write_text("\n".join([json.dumps(first), *rows[1:], ""]), encoding="utf-8")
+    run = read_run(run.paths.path)
+    assert run.curves == ("graded",)
+    assert "0.834 ± 0.006" in screen_of(run, 300)
+    assert "strict" not in write_card(run).read_text(encoding="utf-8").split("## Configuration")[0]
+
+
+def test_no_place_is_told_whatever_it_is_called() -> None:
+    code = "pipe.load_lora_weights(\"/home/o'brien/secret/lora\"); load('/home/x/secret/y')"
+    assert without_places(code) == "pipe.load_lora_weights(\"PATH/TO/lora\"); load('PATH/TO/y')"
+
+
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_the_loading_lines_survive_any_width_as_python(run: RunRecord, width: int) -> None:
     lines = screen_of(run, width).splitlines()

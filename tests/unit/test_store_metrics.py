@@ -113,6 +113,14 @@ def test_the_best_iterations_are_found_beside_rows_of_training() -> None:
     assert best_iterations(rows, "graded") == []
 
 
+def test_the_table_names_no_reward_beside_the_strict_score() -> None:
+    points = (ValidationPoint(0, 0, 0.0, None, 0.31), ValidationPoint(4, 9, 1.0, 0.9, 0.35))
+    shown = final_table(dataclasses.replace(SUMMARY, validation=points)).rows
+    assert [row for row in shown if row[0].startswith("validation")] == [
+        ("validation at iteration 4", "0.9000")
+    ]
+
+
 SCORES = {"reward": 0.5, "judge": -1.0}
 
 

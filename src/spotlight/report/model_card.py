@@ -324,7 +324,7 @@ _KEYS = ("run_seed", "iterations", "deterministic", *_SECTIONS, "reward_policy")
 _NAMES = ("algorithm.name", "model.family", "learner.lora.targets")
 """Texts that say what was trained and how: names of this program, and of layers."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_PLACE = re.compile(r"""(['"])/[^'"]*/([^'"/]+)\1""")
+_PLACE = re.compile(r"""(['"])/(?:(?!\1).)*/((?:(?!\1|/).)+)\1""")
 
 
 def published_settings(config: RunConfig) -> str:

@@ -89,9 +89,9 @@ class RunRecord:
 
     @property
     def curves(self) -> tuple[str, ...]:
-        """``strict`` (if any) and ``graded``."""
-        last = self.validations[-1].scores if self.validations else {}
-        return tuple(name for name in JUDGED if name in last)
+        """``strict`` and ``graded``, as far as all validations have them."""
+        found = [set(row.scores) for row in self.validations]
+        return tuple(name for name in JUDGED if found and name in set.intersection(*found))
 
     @property
     def since(self) -> str:
@@ -128,7 +128,7 @@ def read_run(directory: Path) -> RunRecord:
     if not paths.config.is_file():
         raise StoreError(f"{directory}: not a run directory (no {paths.config.name}); see `spotlight runs`.")
     rows = read_metrics(directory)
-    with closing(queries.open_readonly(paths.ledger)) as connection:
+    with closing(queries.open_readonly(paths.ledger)) as connection, queries.consistent_reading(connection):
         seconds = queries.gpu_seconds_by_phase(connection)
         prompt = queries.example_prompt(connection)
     config, (spent, pace) = load_dump(paths.config, installed=False), read_so_far(directory)

@@ -33,12 +33,19 @@ from spotlight.store.manifest import (
     verify,
 )
 from spotlight.store.store_errors import DamagedCheckpointError
-from spotlight_rewards.base.file_errors import StoreError, is_out_of_space, storage_error
-from spotlight_rewards.base.files import TEMPORARY_PREFIX, fsync_path, fsync_tree, write_atomically
+from spotlight_rewards.base.file_errors import StoreError, is_out_of_space, storage_error, storage_errors
+from spotlight_rewards.base.files import (
+    TEMPORARY_PREFIX,
+    fsync_path,
+    fsync_tree,
+    read_regular,
+    write_atomically,
+)
 
 T = TypeVar("T")
 LATEST = "latest"
 _LOOKS_MAX = 10
+_POINTER_BYTES_MAX = 1 << 16
 _NAME = re.compile(r"(\d{6,})-iteration-(\d+)")
 _POINTER = re.compile(r"(\d{6,}-iteration-\d+) ([0-9a-f]{64})\n")
 
@@ -184,17 +191,17 @@ class CheckpointStore:
         )
 
     def _pointer(self) -> bytes | None:
-        try:
-            return (self._directory / LATEST).read_bytes()
-        except FileNotFoundError:
+        """What names the newest checkpoint; None before the first. Raises StoreError."""
+        path = self._directory / LATEST
+        if not path.exists():
             return None
+        with storage_errors("cannot read what names the newest checkpoint", path):
+            return read_regular(path, _POINTER_BYTES_MAX)
 
     def _committed(self) -> tuple[list[str], list[Damage]]:
         names = self._names()
-        pointer = self._directory / LATEST
-        if not pointer.is_file():
+        if (content := self._pointer()) is None:
             return names, []
-        content = pointer.read_bytes()
         match = _POINTER.fullmatch(content.decode("utf-8", "replace"))
         if match is None:
             return names, [_pointer_damage("a checkpoint's name and hash", f"{content[:120]!r}")]

@@ -23,7 +23,7 @@ from spotlight.store.manifest import MANIFEST, sha256_of
 from spotlight.store.metrics import MetricsWriter
 from spotlight.store.run_directory import Leaf, RunDirectory, RunPaths
 from spotlight_rewards.base.file_errors import storage_errors
-from spotlight_rewards.base.files import fsync_path, fsync_tree, write_atomically
+from spotlight_rewards.base.files import TEMPORARY_PREFIX, fsync_path, fsync_tree, write_atomically
 
 
 def make_fork(
@@ -87,7 +87,8 @@ def _fill(
     if parent.metrics.exists():
         shutil.copyfile(parent.metrics, run.metrics)
     if parent.images.is_dir():
-        shutil.copytree(parent.images, run.images, dirs_exist_ok=True)
+        being_written = shutil.ignore_patterns(f"{TEMPORARY_PREFIX}*")  # by the parent, which may run
+        shutil.copytree(parent.images, run.images, dirs_exist_ok=True, ignore=being_written)
     with MetricsWriter(run, resume_at=iteration, sinks=()):
         drop_pictures(run, resume_at=iteration)
 

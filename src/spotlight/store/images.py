@@ -63,6 +63,7 @@ from spotlight_rewards.base.picture_page import (
 
 log = logging.getLogger("spotlight")
 
+_FPS_MIN = 0.001
 DAMAGED = (OSError, LookupError, ValueError, ArithmeticError, SyntaxError)
 """What Pillow raises of damaged files, and what others may have written about a picture."""
 
@@ -141,6 +142,8 @@ def read_tile(paths: RunPaths, path: Path) -> Tile:
         with open_picture(path) as image:
             caption, score = image.info["caption"], float(image.info["score"])
             fps = float(image.info.get("fps", FPS))
+            if not fps >= _FPS_MIN:
+                raise ValueError(f"it is to play {fps:g} frames a second")
             frames = _played(image, fps)
             media = frames[0] if len(frames) == 1 else np.stack(frames)
             names = image.info.get("references", "").split()

@@ -30,6 +30,7 @@ STRICT, GRADED = JUDGED = "strict", "graded"
 """Curves of the score a run is judged by: pass or fail, if the rewards have that, and the trained one."""
 STDERR = "_stderr"
 """Ending of the curve of a curve's standard error."""
+_COUNT_MAX = 2**53
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,18 +204,22 @@ def _rows(path: Path) -> Iterator[MetricsRow]:
         if b"\0" in line:
             continue  # a power cut lost a row after the last sync, which a resume writes again
         try:
-            yield _parse(json.loads(line))
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            raise StoreError(
-                f"{path}, line {number}: not a row of metrics ({type(error).__name__}: {error}): "
-                f"{line[:80]!r}. Delete that line."
-            ) from error
+            yield parse_row(line)
+        except ValueError as error:
+            raise StoreError(f"{path}, line {number}: {error}: {line[:80]!r}. Delete that line.") from error
 
 
-def _parse(fields: dict[str, float | None]) -> MetricsRow:
-    values = {name: math.nan if value is None else float(value) for name, value in fields.items()}
-    iteration, samples, wall_s = (values.pop(name) for name in (ITERATION, SAMPLES_TRAINED, WALL_S))
-    return MetricsRow(int(iteration), int(samples), wall_s, values)
+def parse_row(line: bytes) -> MetricsRow:
+    """A line of the file, without its end. Raises ValueError."""
+    try:
+        fields: dict[str, float | None] = json.loads(line)
+        values = {name: math.nan if value is None else float(value) for name, value in fields.items()}
+        iteration, samples, wall_s = (values.pop(name) for name in (ITERATION, SAMPLES_TRAINED, WALL_S))
+        if not (math.isfinite(wall_s) and all(0 <= each <= _COUNT_MAX for each in (iteration, samples))):
+            raise ValueError(f"{iteration:g}, {samples:g} and {wall_s:g} count nothing")
+        return MetricsRow(int(iteration), int(samples), wall_s, values)
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"not a row of metrics ({type(error).__name__}: {error})") from error
 
 
 def _line(row: MetricsRow) -> bytes:

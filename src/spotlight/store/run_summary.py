@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from spotlight.scheduler.types import DropReason, Phase
 from spotlight.store.metrics import FinalTable
 from spotlight_rewards.base.file_errors import StoreError, storage_errors
-from spotlight_rewards.base.files import write_atomically
+from spotlight_rewards.base.files import read_regular, write_atomically
 from spotlight_rewards.base.typed_json import typed
 
 
@@ -69,8 +69,11 @@ class RunSummary:
 def final_table(summary: RunSummary) -> FinalTable:
     """For trackers: what the final screen says."""
     first, last = summary.validation[:1], summary.validation[-1:]
-    judged = {each.iteration: each.graded if each.strict is None else each.strict for each in (*first, *last)}
-    rows = [(f"validation at iteration {iteration}", f"{value:.4f}") for iteration, value in judged.items()]
+    by_strict = any(each.strict is not None for each in last)
+    judged = {each.iteration: each.strict if by_strict else each.graded for each in (*first, *last)}
+    rows = [
+        (f"validation at iteration {at}", f"{score:.4f}") for at, score in judged.items() if score is not None
+    ]
     if summary.validation_stderr is not None:
         rows.append(("its standard error", f"{summary.validation_stderr:.4f}"))
     rows += [
@@ -103,17 +106,18 @@ def write_summary(path: Path, summary: RunSummary) -> None:
 def read_summary(path: Path) -> RunSummary:
     """Read ``summary.json``. Raises StoreError if missing or malformed."""
     try:
-        fields = json.loads(path.read_bytes())
+        fields = json.loads(read_regular(path, _BYTES_MAX))
         if "iterations" not in fields:  # an older summary: every run ended with an evaluation
             fields["iterations"] = fields["validation"][-1]["iteration"]
         return typed(_SUMMARY, fields, "summary")
     except FileNotFoundError as error:
         raise StoreError(f"{path}: no summary here; the run has not come to its end yet.") from error
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise StoreError(
             f"{path}: not a summary of a run ({type(error).__name__}: {error}). Restore it from a copy, "
             "or delete it: `spotlight train` then writes it again from the last checkpoint."
         ) from error
 
 
+_BYTES_MAX = 1 << 26
 _SUMMARY = TypeAdapter(RunSummary)

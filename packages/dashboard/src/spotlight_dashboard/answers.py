@@ -124,11 +124,12 @@ class RunAnswers:
             self._kept.move_to_end(key)
             while len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
-        if what in ("metrics", "curve"):
-            return kept.fresh(run, lambda: self._curves(run, what, query))
-        if what == "accounting":
-            return kept.fresh(run, lambda: accounting(run, self.limits))
-        return kept.fresh(run, lambda: ANSWERS[what](run, query))
+        with run.values():
+            if what in ("metrics", "curve"):
+                return kept.fresh(run, lambda: self._curves(run, what, query))
+            if what == "accounting":
+                return kept.fresh(run, lambda: accounting(run, self.limits))
+            return kept.fresh(run, lambda: ANSWERS[what](run, query))
 
     def headline(self, run: RunFolder) -> Json:
         """See :func:`.views.overview.headline`."""
@@ -146,10 +147,11 @@ class RunAnswers:
         """See :func:`.views.means.run_curve`."""
         with self._lock:
             reader = self._readers.setdefault(run, CurveReader(run))
-        booked = read_booked(run, dollars=axis == "usd")
-        with reader.columns() as columns:
-            found = curve(columns, name, booked, ALL_POINTS)
-        return run_curve(run.name, run.settings().tree, found, axis)
+        with run.values():
+            booked = read_booked(run, dollars=axis == "usd")
+            with reader.columns() as columns:
+                found = curve(columns, name, booked, ALL_POINTS)
+            return run_curve(run.name, run.settings().tree, found, axis)
 
     def _curves(self, run: RunFolder, what: str, query: Query) -> Json:
         with self._lock:

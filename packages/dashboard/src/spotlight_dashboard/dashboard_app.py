@@ -139,13 +139,14 @@ def _add_answers(app: FastAPI, shown: ShownRuns, answers: RunAnswers) -> None:
         query, limit_s = dict(request.query_params), AUDIT_S if what == "audit" else ASKED_S
         try:
             found = await shown.ask(run, what[:100], lambda run: answers.answer(run, what, query), limit_s)
+            with run.values():
+                return text(404, "no such thing") if found is None else _json(found)
         except BadQueryError as error:
             return text(400, str(error))
         except (StoreError, sqlite3.Error, OSError) as error:
             if ran_out_of_time(error):
                 raise SilentRunError(name) from error
             return text(409, str(error))
-        return text(404, "no such thing") if found is None else _json(found)
 
     @app.get("/api/changes")
     async def changes(request: Request) -> Response:

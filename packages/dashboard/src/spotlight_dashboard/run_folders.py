@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -16,11 +17,12 @@ from sqlite3 import Connection
 
 import yaml
 
-from spotlight.store.ledger.ledger_queries import open_readonly
+from spotlight.store.ledger.ledger_queries import ODD_VALUES, open_readonly
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.store_errors import LedgerError
 from spotlight_dashboard.figures import finite
 from spotlight_rewards.ballots import VOTES_FOLDER
+from spotlight_rewards.base.file_errors import StoreError
 from spotlight_rewards.base.files import read_regular
 from spotlight_rewards.base.yaml_tree import parse_yaml
 
@@ -70,6 +72,19 @@ class RunFolder:
         """The configuration; empty if there is none to read."""
         path = self.readable(self.paths.config)
         return Settings({}) if path is None else _settings(path, _stamp(path))
+
+    @contextmanager
+    def values(self) -> Iterator[None]:
+        """Turn what odd values in the run's files raise in the block into a StoreError."""
+        try:
+            yield
+        except Exception as error:
+            if type(error) not in ODD_VALUES:
+                raise
+            raise StoreError(
+                f"{self.path}: its files hold what no run writes ({type(error).__name__}: {error}). Restore "
+                "them from a copy."
+            ) from error
 
     def signature(self) -> str:
         """Changes when the run writes anything that the page shows."""

@@ -41,7 +41,8 @@ def write_page(run: RunFolder, target: Path) -> None:
 
 def single_page(run: RunFolder) -> str:
     """The page's HTML. Raises StoreError as :func:`write_page` does."""
-    inlined = json.dumps(_inlined(run), allow_nan=False).replace("<", "\\u003c")
+    with run.values():
+        inlined = json.dumps(_inlined(run), allow_nan=False).replace("<", "\\u003c")
     scripts = [
         plotly_file().read_text(encoding="utf-8"),
         *(_page_text(name) for name in PAGE_FILES if name.endswith(".js")),
@@ -130,7 +131,9 @@ def _logs(answer: Json | None) -> list[str]:
 
 def _key(what: str, **query: str) -> str:
     """As the page makes it of what it asks for."""
-    return f"{what}?" + "&".join(f"{key}={quote(text, safe=_UNESCAPED)}" for key, text in query.items())
+    return f"{what}?" + "&".join(
+        f"{key}={quote(text, _UNESCAPED, errors='replace')}" for key, text in query.items()
+    )
 
 
 def _page_text(name: str) -> str:

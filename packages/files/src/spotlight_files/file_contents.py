@@ -4,6 +4,7 @@ saves."""
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -22,7 +23,7 @@ def contents_of(files: Mapping[str, Path]) -> str:
     for name, path in sorted(files.items()):
         stat = path.stat()
         content = _content_of(path, stat.st_ino, stat.st_size, stat.st_mtime_ns)
-        digest.update(f"{name}\0{content}\0".encode())
+        digest.update(os.fsencode(f"{name}\0{content}\0"))
     return digest.hexdigest()
 
 

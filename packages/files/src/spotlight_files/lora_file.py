@@ -18,6 +18,7 @@ from torch import Tensor
 
 from spotlight_files.model_errors import ModelError
 from spotlight_files.pipeline_files import download, is_hub_id, read_json
+from spotlight_rewards.base.files import open_regular
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
 """The file name that ``load_lora_weights(directory)`` expects."""
@@ -132,6 +133,7 @@ def _on_hub(name: str) -> list[str]:
 
 def _opened(path: Path) -> tuple[dict[str, Tensor], dict[str, object]]:
     """A file's tensors, and peft's fields beside or within it."""
+    open_regular(path).close()
     with safe_open(path, framework="pt") as file:
         tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         stored = (file.metadata() or {}).get("lora_adapter_metadata", "{}")

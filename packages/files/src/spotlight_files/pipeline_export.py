@@ -116,6 +116,8 @@ def save_merged(
     replaceable = replace and (directory / _INDEX).is_file()
     if directory.exists() and not replaceable and (not directory.is_dir() or any(directory.iterdir())):
         raise ModelError(f"{directory} exists and is not empty: remove it or name another directory")
+    if not directory.name:
+        raise ModelError(f"{directory} is the folder you are in, which cannot be replaced: name another")
     present = {name: part for name, part in components.items() if files.component_class(name) is not None}
     transformers = _assemble(
         files, [name for name in present if name.startswith("transformer")], state, dtype

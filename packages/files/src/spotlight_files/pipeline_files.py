@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from spotlight_files.file_contents import add_file, below, contents_of
 from spotlight_files.model_errors import ModelError, looking
-from spotlight_rewards.base.files import read_regular
+from spotlight_rewards.base.files import open_regular, read_regular
 
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 """Weights that lie beside the safetensors in some hub models; never downloaded."""
@@ -99,7 +100,7 @@ class PipelineFiles:
             return digest.hexdigest()
         for component in components:
             for path in sorted(p for p in self.folder(component).rglob("*") if p.is_file()):
-                digest.update(f"{path.relative_to(self.root)}\0".encode())
+                digest.update(os.fsencode(path.relative_to(self.root)) + b"\0")
                 # A copied model's prompts are embedded again, which costs less than reading it whole.
                 add_file(path, digest, times=True)
         return digest.hexdigest()
@@ -287,7 +288,7 @@ def weight_files(folder: Path, key: str = "model.path") -> list[Path]:
     for index in folder.glob("*.safetensors.index.json"):
         found = read_json(index).get("weight_map")
         named = sorted({str(name) for name in found.values()}) if isinstance(found, dict) else []
-        missing = [name for name in named if not (folder / name).is_file()]
+        missing = [name for name in named if not os.path.isfile(folder / name)]  # noqa: PTH113 - as any text
         if missing:
             raise ModelError(
                 f"{key}: {folder}: {len(missing)} of {len(named)} weight files named in {index.name} are "
@@ -312,6 +313,7 @@ def weight_files(folder: Path, key: str = "model.path") -> list[Path]:
 
 def _tensor_names(path: Path) -> list[str]:
     try:
+        open_regular(path).close()
         with safe_open(path, framework="numpy") as file:
             return list(file.keys())
     except (SafetensorError, OSError) as error:

@@ -12,10 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from spotlight.config.requires import value_at
 from spotlight.data.datasets import load_held_out, unset_keys
+from spotlight.store.run_store import stored_runs
 
 if TYPE_CHECKING:
     from spotlight.config.schema import RunConfig
+    from spotlight.config.sections.fleet import FleetConfig
     from spotlight.models.family import ModelFamily
 
 ITERATIONS = 2
@@ -26,6 +29,13 @@ _TRAINED = [
     for season in ("spring", "summer", "autumn", "winter")
 ]
 _HELD_OUT = ["in the rain", "in the fog"]
+_OF_THIS_MACHINE: dict[str, object] = {
+    **dict.fromkeys(("address", "on_demand.start", "on_demand.stop")),
+    "head": "reserved",
+    "target.provider": "auto",
+    "target.params": {},
+}
+"""Of ``fleet``, where no cluster has an address."""
 _SIDE_MIN_PX = 32
 """Rewards cannot read much on smaller pictures."""
 
@@ -59,6 +69,8 @@ def smoke_overrides(config: RunConfig) -> list[str]:
 def _replaced(config: RunConfig, family: type[ModelFamily], folder: Path) -> Iterator[tuple[str, object]]:
     yield "name", f"{config.name}-smoke"
     yield "iterations", ITERATIONS
+    if stored_runs(config.runs_dir) is not None:
+        yield "runs_dir", type(config).model_fields["runs_dir"].default
     yield "model.path", folder
     for key in ("revision", "transformer", "lora"):
         if getattr(config.model, key) is not None:
@@ -71,13 +83,20 @@ def _replaced(config: RunConfig, family: type[ModelFamily], folder: Path) -> Ite
         yield "model.attention", "null"
     yield from _size(config, family, folder)
     yield from _counts(config)
-    fleet = config.fleet
+    yield from _fleet(config.fleet)
+
+
+def _fleet(fleet: FleetConfig) -> Iterator[tuple[str, object]]:
+    """A cluster of this machine, where a learner has one rank."""
     if fleet.address is not None:
-        yield "fleet.address", "null"
+        for key, value in _OF_THIS_MACHINE.items():
+            if value_at(fleet, key) != value:
+                yield f"fleet.{key}", "null" if value is None else value
         if fleet.only_learner_slots or fleet.local.rollout_slots == 0:
             yield "fleet.local.rollout_slots", 1
-    if fleet.learner_ranks > 1:
-        yield "fleet.learner_ranks", 1
+    for key in ("learner_ranks", "learner_ranks_min"):
+        if (getattr(fleet, key) or 1) > 1:
+            yield f"fleet.{key}", 1
     if fleet.sequence_parallel.degrees != (1,):
         yield "fleet.sequence_parallel.degrees", "[1]"
     if fleet.sequence_parallel.guidance:
@@ -140,6 +159,8 @@ def _counts(config: RunConfig) -> Iterator[tuple[str, object]]:
         if trained >= group:
             trained = max(2, group // 2)
             yield "algorithm.train_samples", trained
+    if 0 < config.pipeline.next_share < 1 / prompts:
+        yield "pipeline.next_share", 1 / prompts
     micro = _micro_batch(config, prompts * trained // updates, trained)
     if micro != config.learner.micro_batch_size:
         yield "learner.micro_batch_size", micro
@@ -158,6 +179,8 @@ def _counts(config: RunConfig) -> Iterator[tuple[str, object]]:
 def _micro_batch(config: RunConfig, update_samples: int, trained: int) -> int:
     """The largest that divides an update, and cuts no group that is compared, up to the recipe's."""
     most = config.learner.micro_batch_size
+    if config.pipeline.trains_parts:
+        most = min(most, update_samples // 2)
     if most >= update_samples:
         return most
     step = trained if config.algorithm.compares_groups else 1

@@ -180,7 +180,11 @@ def check_identity(connection: sqlite3.Connection, path: Path) -> int:
     return version
 
 
-_PARSE_ERRORS = (ValueError, json.JSONDecodeError, UnicodeDecodeError, RecursionError)
+ODD_VALUES = (
+    *(ValueError, json.JSONDecodeError, UnicodeDecodeError, RecursionError, TypeError, AttributeError),
+    *(KeyError, IndexError, OverflowError, ZeroDivisionError),
+)
+"""What values raise that are none of ours, as files of somebody else may hold; subclasses are refusals."""
 
 
 @contextmanager
@@ -201,10 +205,10 @@ def consistent_reading(connection: sqlite3.Connection) -> Iterator[None]:
         if not is_damage(error) and "no such" not in str(error):  # a table or column
             raise
         raise damaged(path, error) from error
-    except (ValueError, RecursionError) as error:
-        if type(error) not in _PARSE_ERRORS:  # a reader's own refusal
+    except Exception as error:
+        if type(error) not in ODD_VALUES:
             raise
-        raise damaged(path, error) from error
+        raise damaged(path, f"{type(error).__name__}: {error}") from error
     finally:
         with suppress(sqlite3.Error):  # which was told
             connection.rollback()

@@ -7,6 +7,7 @@ import io
 import json
 import math
 from collections.abc import Iterator, Sequence
+from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
@@ -15,6 +16,7 @@ from rich.table import Table
 
 from spotlight.cli.run_argument import RUNS, find_run
 from spotlight_rewards.base.errors import UserError
+from spotlight_rewards.base.file_errors import storage_errors
 from spotlight_rewards.base.terminal import TextConsole
 from spotlight_rewards.commands.exit_codes import errors_without_traceback
 
@@ -28,7 +30,7 @@ Axis: TypeAlias = Literal["iteration", "samples", "hours", "usd"]
 def compare(
     runs: Annotated[
         list[str],
-        typer.Argument(metavar="RUN...", help="Run directories, or names in runs/, also with *."),
+        typer.Argument(metavar="RUN...", help="Run directories, or names in runs/, both also with *."),
     ],
     by: Annotated[Axis, typer.Option(help="What the curves stand over.")] = "iteration",
     curve: Annotated[
@@ -66,6 +68,8 @@ def compare(
 
     if chart is not None and chart.suffix not in (".svg", ".png"):
         raise typer.BadParameter(f"--chart: {str(chart)!r} ends with neither .svg nor .png")
+    if target is not None and not math.isfinite(target):
+        raise typer.BadParameter(f"--target: {target} is no score")
     with errors_without_traceback():
         directories = list(dict.fromkeys(path for each in runs for path in _named(each)))
         name = curve or _judged(directories)
@@ -80,16 +84,20 @@ def compare(
         _tell_courses(groups)
         for path, text in ((csv_path, _csv), (json_path, _json)):
             if path is not None:
-                path.write_text(text(groups, at, name, by, reached), encoding="utf-8")
+                with storage_errors("cannot write the comparison", path):
+                    path.write_text(text(groups, at, name, by, reached), encoding="utf-8")
         if chart is not None:
-            _draw(groups, name, by, chart)
+            with storage_errors("cannot write the chart", chart):
+                _draw(groups, name, by, chart)
         if changed := differences(groups):
             _show_differences(groups, changed)
 
 
 def _named(text: str) -> list[Path]:
-    found = sorted(path.parent for path in RUNS.glob(f"{text}/config.yaml")) if "*" in text else []
-    return found or [find_run(text, "light")]
+    for place in (Path(text), RUNS / text) if "*" in text else ():
+        if found := glob(str(place / "config.yaml")):  # noqa: PTH207 - which takes no pattern from a root
+            return [Path(each).parent for each in sorted(found)]
+    return [find_run(text, "light")]
 
 
 def _judged(directories: Sequence[Path]) -> str:
@@ -122,10 +130,11 @@ def _read(directory: Path, name: str, by: Axis) -> RunCurve:
 
     path = directory.resolve()
     folder = RunFolder(path.name, path)
-    booked = read_booked(folder, dollars=by == "usd")
     changed = changed_keys(load_dump(folder.paths.config, installed=False))
     settings = {key: value for key, (value, _) in changed.items()}
-    return run_curve(path.name, settings, curve(_columns(directory), name, booked, ALL_POINTS), by)
+    with folder.values():
+        booked = read_booked(folder, dollars=by == "usd")
+        return run_curve(path.name, settings, curve(_columns(directory), name, booked, ALL_POINTS), by)
 
 
 def _known(groups: Sequence[Seeds]) -> str:

@@ -36,7 +36,8 @@ def why(
         from spotlight_dashboard.views.overview import history_and_findings
 
         folder = RunFolder(directory.resolve().name, directory.resolve())
-        _, found = history_and_findings(folder, RunLimits())
+        with folder.values():
+            _, found = history_and_findings(folder, RunLimits())
     if as_json:
         typer.echo(json.dumps([asdict(each) for each in found], indent=1))
     else:

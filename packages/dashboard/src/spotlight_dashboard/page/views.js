@@ -67,7 +67,8 @@ function overviewCards(found) {
   const share = planned ? Math.min(1, found.iterations / planned) : 0;
   const [first, last] = [found.validations[0], found.validations.at(-1)];
   const judged = last && known(last.strict) ? "strict" : "graded";
-  const gain = last && first !== last ? last[judged] - first[judged] : null;
+  const both = first !== last && known(first[judged]) && known(last[judged]);
+  const gain = both ? last[judged] - first[judged] : null;
   const noise =
     gain === null ? null : Math.hypot(first[`${judged}_stderr`] ?? NaN, last[`${judged}_stderr`] ?? NaN);
   const progress = card(

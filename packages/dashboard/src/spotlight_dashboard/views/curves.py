@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 from array import array
 from bisect import bisect_left, bisect_right
@@ -16,7 +14,16 @@ from typing import TypeAlias
 
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.course_changes import CourseChange, changes_by_iteration, read_course
-from spotlight.store.metrics import ITERATION, JUDGED, SAMPLES_TRAINED, STDERR, VALIDATION, WALL_S
+from spotlight.store.metrics import (
+    ITERATION,
+    JUDGED,
+    SAMPLES_TRAINED,
+    STDERR,
+    VALIDATION,
+    WALL_S,
+    MetricsRow,
+    parse_row,
+)
 from spotlight_dashboard.figures import Json, finite, thinned
 from spotlight_dashboard.metric_names import VALIDATION_GRADED
 from spotlight_dashboard.run_folders import RunFolder
@@ -65,30 +72,24 @@ class CurveColumns:
 
     def take(self, line: bytes) -> None:
         """Add a line of the file."""
-        row = _row(line)
-        if row is None:
+        if (row := _row(line)) is None:
             self.skipped += 1
             return
-        iteration, samples, wall_s, values = row
         number = len(self.wall_s)
-        self.iteration.append(iteration)
-        self.samples.append(samples)
-        self.wall_s.append(wall_s)
-        for name, value in values.items():
+        self.iteration.append(row.iteration)
+        self.samples.append(row.samples_trained)
+        self.wall_s.append(row.wall_s)
+        for name, value in row.values.items():
             self.at.setdefault(name, array("q")).append(number)
             self.values.setdefault(name, array("d")).append(value)
 
 
-def _row(line: bytes) -> tuple[int, int, float, dict[str, float]] | None:
-    """Iteration, samples trained, seconds, and values by metric; None if the line is no row."""
+def _row(line: bytes) -> MetricsRow | None:
+    """None if the line is no row."""
     try:
-        row = json.loads(line)
-        iteration, samples = int(row.pop(ITERATION)), int(row.pop(SAMPLES_TRAINED))
-        wall_s = float(row.pop(WALL_S))
-        values = {name: math.nan if value is None else float(value) for name, value in row.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        return parse_row(line)
+    except ValueError:
         return None
-    return iteration, samples, wall_s, values
 
 
 class CurveReader:
@@ -233,47 +234,36 @@ def validation_rows(run: RunFolder, points_max: int = 300) -> list[Json]:
     """The validations (``graded``, ``strict`` and their errors), thinned; other rows are not parsed."""
     path = run.readable(run.paths.metrics)
     content = read_regular(path, METRICS_BYTES_MAX) if path is not None else b""
-    lines = content.split(b"\n")[:-1]
-    rows = []
-    for line in lines:
-        if _QUOTED_GRADED not in line:
-            continue
-        try:
-            row = json.loads(line)
-            rows.append((int(row[ITERATION]), float(row[WALL_S]), row))
-        except (ValueError, KeyError, TypeError, RecursionError):
-            continue
-    graded = [known if (known := finite(row[VALIDATION_GRADED])) is not None else 0.0 for *_, row in rows]
+    read = (_row(line) for line in content.split(b"\n")[:-1] if _QUOTED_GRADED in line)
+    rows = [row for row in read if row is not None and VALIDATION_GRADED in row.values]
     return [
         {
-            "iteration": rows[at][0],
-            "hours": finite(rows[at][1] / 3600),
+            "iteration": rows[at].iteration,
+            "hours": rows[at].wall_s / 3600,
             **{
-                name: finite(rows[at][2].get(f"{VALIDATION}{name}"))
+                name: finite(rows[at].values.get(f"{VALIDATION}{name}"))
                 for name in (*JUDGED, *(f"{name}{STDERR}" for name in JUDGED))
             },
         }
-        for at in thinned(graded, points_max)
+        for at in thinned([row.values[VALIDATION_GRADED] for row in rows], points_max)
     ]
 
 
 def damaged_lines(run: RunFolder) -> list[int]:
     """Numbers of the whole lines of ``metrics.jsonl`` that are no rows, which a run does not go on with."""
     path = run.readable(run.paths.metrics)
-    content = read_regular(path, METRICS_BYTES_MAX) if path is not None else b""
-    return [number for number, line in enumerate(content.split(b"\n")[:-1], start=1) if _row(line) is None]
+    lines = read_regular(path, METRICS_BYTES_MAX).split(b"\n")[:-1] if path is not None else []
+    return [at for at, line in enumerate(lines, start=1) if b"\0" not in line and _row(line) is None]
 
 
 def recent_rows(run: RunFolder, rows_max: int, bytes_max: int = 1 << 18) -> list[dict[str, float | None]]:
     """The newest whole rows of training, the oldest first, from the file's last ``bytes_max`` bytes."""
     found: list[dict[str, float | None]] = []
     for line in _newest_lines(run, bytes_max):
-        try:
-            row = json.loads(line)
-            if isinstance(row, dict) and VALIDATION_GRADED not in row:
-                found.append({name: finite(value) for name, value in row.items()})
-        except (ValueError, TypeError, RecursionError):
+        if (row := _row(line)) is None or VALIDATION_GRADED in row.values:
             continue
+        counts = {ITERATION: row.iteration, SAMPLES_TRAINED: row.samples_trained, WALL_S: row.wall_s}
+        found.append({name: finite(value) for name, value in {**row.values, **counts}.items()})
         if len(found) == rows_max:
             break
     return found[::-1]
@@ -283,9 +273,8 @@ def newest_values(run: RunFolder, bytes_max: int = 1 << 20) -> dict[str, float]:
     """By metric its newest value, of the rows in the file's last ``bytes_max`` bytes."""
     found: dict[str, float] = {}
     for line in _newest_lines(run, bytes_max):
-        row = _row(line)
-        if row is not None:
-            found = row[3] | found
+        if (row := _row(line)) is not None:
+            found = {**row.values, **found}
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 from spotlight_dashboard.comparison import DRAWN, CurveChange, RunCurve, Seeds, grouped, points
@@ -12,7 +13,8 @@ from spotlight_dashboard.figures import Json
 
 def run_curve(name: str, settings: Mapping[str, object], found: Mapping[str, Any], axis: str) -> RunCurve:
     """The curve over ``axis``; ``settings`` as of :class:`RunCurve`, or all there are."""
-    pairs = sorted((x, y) for x, y in zip(found[axis], found["y"], strict=True) if None not in (x, y))
+    known = ((x, y) for x, y in zip(found[axis], found["y"], strict=True) if None not in (x, y))
+    pairs = sorted(known, key=itemgetter(0))  # of one x, as they came
     changes = [CurveChange(each["iteration"], each[axis], each["words"]) for each in found["changes"]]
     return RunCurve(name, settings, [x for x, _ in pairs], [y for _, y in pairs], changes)
 

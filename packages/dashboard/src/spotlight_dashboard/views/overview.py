@@ -37,7 +37,7 @@ RECENT = 20
 _REMEMBERED = 60
 SILENT = "does not answer"
 """The state of a run that cannot be read in time."""
-UNREADABLE = (StoreError, Error, OSError, ArithmeticError, ValueError, RecursionError)
+UNREADABLE = (StoreError, Error, OSError, *queries.ODD_VALUES)
 """What reading a directory that is damaged, or no run's, may raise."""
 
 

@@ -53,7 +53,7 @@ def storage_errors(what: str, path: Path) -> Iterator[None]:
     """Turn a failed write in the block into :func:`storage_error`'s."""
     try:
         yield
-    except OSError as error:
+    except (OSError, sqlite3.Error) as error:
         raise storage_error(what, path, error) from error
 
 

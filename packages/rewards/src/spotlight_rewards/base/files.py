@@ -69,7 +69,7 @@ def write_atomically(path: Path, content: bytes, mode: int = 0o666) -> None:
     Args:
         mode: of the new file, less what the process's umask takes.
     """
-    temporary = path.with_name(TEMPORARY_PREFIX + path.name)
+    temporary = path.parent / f"{TEMPORARY_PREFIX}{path.name}"  # with_name refuses "." in its own words
     try:
         temporary.unlink(missing_ok=True)  # of a killed process, with a mode of its own
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT, mode)
