@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tracemalloc
 from itertools import pairwise
 
 import numpy as np
@@ -166,6 +167,18 @@ def test_noise_neither_crashes_nor_scores(seed):
     scores = score([noise], [record(need("circle", "red"), need("square", "blue"))])
     assert scores["strict"] == [0.0]
     assert 0 <= scores["graded"][0] < 0.5
+
+
+def test_a_large_picture_takes_little_memory():
+    picture = draw(("square", "red", 0, 0, 511), side=1024)
+    coverage.cache_clear()
+    tracemalloc.start()
+    try:
+        assert [each.shape for each in detect(picture)] == ["square"]
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 400e6
 
 
 def test_train_on_chooses_the_score():

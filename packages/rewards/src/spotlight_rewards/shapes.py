@@ -161,12 +161,12 @@ def coverage(shape: str, width: int, height: int) -> NDArray[np.float32]:
 
     Circles become ellipses, triangles point up. The array is cached and read-only.
     """
-    y, x = np.mgrid[0 : height * _SUPERSAMPLING, 0 : width * _SUPERSAMPLING]
+    y, x = np.ogrid[0 : height * _SUPERSAMPLING, 0 : width * _SUPERSAMPLING]
     u = (x + 0.5) / (width * _SUPERSAMPLING) * 2 - 1  # [-1, 1] across the box
     v = (y + 0.5) / (height * _SUPERSAMPLING) * 2 - 1
     inside = {
         "circle": u**2 + v**2 <= 1,
-        "square": np.ones_like(u, dtype=bool),
+        "square": np.ones((v.size, u.size), dtype=bool),
         "triangle": np.abs(u) <= (v + 1) / 2,
     }[shape]
     blocks = inside.reshape(height, _SUPERSAMPLING, width, _SUPERSAMPLING)
