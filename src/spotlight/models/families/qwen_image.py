@@ -7,26 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spotlight.models.family import (
-    ConditionBatch,
-    MediaSize,
-    ModelError,
-    ModelFamily,
-    decode_normalised,
-    encode_normalised,
-    pack,
-    unpack,
-)
-from spotlight.models.family_facts import (
-    ActivationCosts,
-    Dimensions,
-    config_integer,
-    config_list,
-    dimensions,
-    read_models,
-)
+from spotlight.models.family import ConditionBatch, MediaSize, ModelError
+from spotlight.models.family_facts import ActivationCosts, read_models
+from spotlight.models.shared.image_vae import QwenVaeFamily
 from spotlight_files.lora_names import QWEN
-from spotlight_files.pipeline_files import PipelineComponent, PipelineFiles
+from spotlight_files.pipeline_files import PipelineComponent
 
 TEMPLATE = (
     "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, "
@@ -38,7 +23,7 @@ DROPPED_TOKENS = 34
 TOKENIZER_MAX_TOKENS = 1024
 
 
-class QwenImage(ModelFamily):
+class QwenImage(QwenVaeFamily):
     """A Qwen-Image model of any size.
 
     Guidance rescales each token to the norm of its conditional prediction, as in the pipeline.
@@ -62,20 +47,11 @@ class QwenImage(ModelFamily):
     activations = ActivationCosts(
         lora=20.0, full=27.0, elementwise=11.2, checkpointed=1.5, forward=15.0, decode=21.0
     )
-    packed = True
     reuses_blocks = True
     splits_sequence = True
     text_recipe = f"{TEMPLATE}|drop {DROPPED_TOKENS}|max {TOKENIZER_MAX_TOKENS}"
     text_tokens_max = TOKENIZER_MAX_TOKENS
     published, tiny_models = read_models(__file__)
-
-    @classmethod
-    def read_dimensions(cls, files: PipelineFiles) -> Dimensions:
-        return dimensions(
-            files,
-            patch_px=2 * 2 ** len(config_list(files, "vae", "temperal_downsample")),
-            vae_width=config_integer(files, "vae", "base_dim"),
-        )
 
     def wanted_config(self) -> dict[str, tuple[object, str]]:
         z_dim, other = self.vae.config.z_dim, "it belongs to another pipeline"
@@ -147,9 +123,3 @@ class QwenImage(ModelFamily):
         length = torch.norm(prediction, dim=-1, keepdim=True)
         rescaled: Tensor = combined * (length / torch.norm(combined, dim=-1, keepdim=True))
         return rescaled
-
-    def decode_frames(self, latents: Tensor, size: MediaSize) -> Tensor:
-        return decode_normalised(self.vae, unpack(latents, self.dimensions.grid(size)).unsqueeze(2))
-
-    def encode_frames(self, frames: Tensor, size: MediaSize) -> Tensor:
-        return pack(encode_normalised(self.vae, frames).squeeze(2))
