@@ -16,9 +16,9 @@ from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId
 from spotlight_rewards.base.prompts import PromptId
 
 STEPS = 6
-TWO_TRANSFORMERS = ("wan", 2)
+TWO_TRANSFORMERS = (("wan", 2), ("wan-i2v", 2))
 """Whose previews with a step cache are refused with the configuration (tests/unit/test_model_checks.py)."""
-REUSING = [each for each in TRAINED if FAMILIES.load(each[0]).reuses_blocks and each != TWO_TRANSFORMERS]
+REUSING = [each for each in TRAINED if FAMILIES.load(each[0]).reuses_blocks and each not in TWO_TRANSFORMERS]
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_previews_reuse_blocks_and_come_near(tmp_path: Path, name: str, variant:
             Rollout(RolloutId(f"r{i}"), Purpose.EXPLORE, 0, PromptId(f"p{i}"), 0, i, STEPS, PolicyVersion(0))
             for i in range(len(PROMPTS))
         ]
-        states = engine.start(rollouts, family.encode(PROMPTS), recipe)
+        states = engine.start(rollouts, family.encode(case.inputs(PROMPTS, " ", case.size)), recipe)
         results = engine.run(family.transformer, states)
         finals = [each.tensors.final for each in results if isinstance(each, FinishedRollout)]
         found[reused] = torch.stack(finals)

@@ -29,6 +29,10 @@ HIDDEN = "x" * 300
         (("train", HIDDEN), "expected a readable YAML file. File name too long"),
         (("tiny", "qwen-image", HIDDEN), "cannot write a small pipeline"),
         (("runs", HIDDEN), "No runs in"),
+        (("dashboard", HIDDEN), "is no folder, nor is there a run of that name"),
+        (("simulate", HIDDEN), "expected a YAML file, or one of"),
+        (("plan", HIDDEN, "--deadline-h", "3"), "expected a YAML file, or one of"),
+        (("prompts", "ocr", HIDDEN), "File name too long"),
     ],
 )
 def test_commands_say_so(

@@ -34,7 +34,6 @@ class FluxKontext(Flux):
         lora=14.5, full=23.0, elementwise=11.8, checkpointed=1.5, forward=15.5, decode=6.5
     )
     embedded_guidance = 2.5
-    captures_graphs = False  # it reads the references' shapes
     references_max = 1
     reference_tokens = 4150  # of 800 x 1328, the largest of the sizes
     text_recipe = "a reference at the pipeline's sizes"

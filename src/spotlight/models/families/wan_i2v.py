@@ -52,7 +52,9 @@ class WanI2V(Wan):
         ),
     }
     # A layer reads the picture beside the text. Of videos longer than the text, which has all its 512 tokens.
-    activations = replace(Wan.activations, lora=25.5, full=32.5, elementwise=15.3, checkpointed=1.22)
+    activations = replace(
+        Wan.activations, lora=25.5, full=32.5, elementwise=15.3, checkpointed=1.22, forward=11.0
+    )
     references_max = 1
     text_recipe = "a reference as the first frame"
     published, tiny_models = read_models(__file__)

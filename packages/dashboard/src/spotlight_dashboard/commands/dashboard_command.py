@@ -20,7 +20,7 @@ import typer
 from spotlight.cli.run_argument import RUNS
 from spotlight.cli.runs.dashboard_beside import PORT
 from spotlight.store.run_store import Wanted, local_folder, stored_runs
-from spotlight_rewards.base.file_errors import StoreError
+from spotlight_rewards.base.file_errors import StoreError, is_there
 from spotlight_rewards.commands.exit_codes import complain, errors_without_traceback, failure
 from spotlight_rewards.commands.serving import HostOption, TokenEnvOption, token_of
 
@@ -142,7 +142,7 @@ def _place(text: Path) -> Path:
         threading.Thread(target=_follow, args=(text,), daemon=True).start()
         return folder
     for path in (text, RUNS / text):
-        if path.is_dir():
+        if is_there(path) and path.is_dir():
             return path
     if text == RUNS:
         return text  # runs yet to come

@@ -27,6 +27,7 @@ from spotlight_plan.scenarios.strategies import (
     strategy_named,
 )
 from spotlight_rewards.base.errors import ConfigError, Problem, did_you_mean
+from spotlight_rewards.base.file_errors import is_there
 from spotlight_rewards.base.yaml_tree import merge, read_tree
 
 _BASE = "base"
@@ -109,7 +110,7 @@ def _tree(name: str, beside: Path | None, depth: int) -> dict[str, Any]:
         folder = None
     else:
         path = Path(name) if beside is None else beside / name
-        if not path.is_file():
+        if not (is_there(path) and path.is_file()):
             expected = f"a YAML file, or one of {', '.join(scenario_names())}"
             key = "SCENARIO" if depth == 0 else _BASE
             remedy = did_you_mean(name, scenario_names(), "Name one that exists.")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
+from spotlight_rewards.base.file_errors import is_there
 from spotlight_rewards.base.terminal import TextConsole
 from spotlight_rewards.commands.exit_codes import errors_without_traceback, failure
 from spotlight_rewards.commands.options import read_prompts_option
@@ -59,7 +60,7 @@ def prompts(
     ending = "jsonl" if kind is PromptKind.GENEVAL else "txt"
     paths = [out / f"{name}.{ending}" for name in ("train", "test")]
     for path in paths:
-        if path.exists():
+        if is_there(path):
             raise failure(
                 f"{path} is there already; expected a new file. Name another directory, or move it."
             )
