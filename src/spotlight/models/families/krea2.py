@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spotlight.models.families.qwen_image import QwenVaeFamily
 from spotlight.models.family import ConditionBatch, MediaSize
 from spotlight.models.family_facts import ActivationCosts, read_models
 from spotlight.models.shared.checks import require_equal
-from spotlight.models.shared.image_vae import QwenVaeFamily
 from spotlight_files.lora_names import KREA2
 from spotlight_files.pipeline_files import PipelineComponent
 

@@ -7,11 +7,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spotlight.models.family import ConditionBatch, MediaSize, ModelError
-from spotlight.models.family_facts import ActivationCosts, read_models
-from spotlight.models.shared.image_vae import QwenVaeFamily
+from spotlight.models.family import (
+    ConditionBatch,
+    MediaSize,
+    ModelError,
+    ModelFamily,
+    decode_normalised,
+    encode_normalised,
+    pack,
+    unpack,
+)
+from spotlight.models.family_facts import (
+    ActivationCosts,
+    Dimensions,
+    config_integer,
+    config_list,
+    dimensions,
+    read_models,
+)
 from spotlight_files.lora_names import QWEN
-from spotlight_files.pipeline_files import PipelineComponent
+from spotlight_files.pipeline_files import PipelineComponent, PipelineFiles
 
 TEMPLATE = (
     "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, "
@@ -21,6 +36,26 @@ TEMPLATE = (
 DROPPED_TOKENS = 34
 """The template's tokens before the prompt, by Qwen's tokenizer; the pipeline drops this many with any."""
 TOKENIZER_MAX_TOKENS = 1024
+
+
+class QwenVaeFamily(ModelFamily):
+    """Qwen-Image's VAE, a video's, whose latents are packed 2x2."""
+
+    packed = True
+
+    @classmethod
+    def read_dimensions(cls, files: PipelineFiles) -> Dimensions:
+        return dimensions(
+            files,
+            patch_px=2 * 2 ** len(config_list(files, "vae", "temperal_downsample")),
+            vae_width=config_integer(files, "vae", "base_dim"),
+        )
+
+    def decode_frames(self, latents: Tensor, size: MediaSize) -> Tensor:
+        return decode_normalised(self.vae, unpack(latents, self.dimensions.grid(size)).unsqueeze(2))
+
+    def encode_frames(self, frames: Tensor, size: MediaSize) -> Tensor:
+        return pack(encode_normalised(self.vae, frames).squeeze(2))
 
 
 class QwenImage(QwenVaeFamily):

@@ -1,12 +1,10 @@
-"""What families with the same VAE of pictures have in common."""
+"""What families have in common whose VAE is for single pictures, with a scale and a shift."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from spotlight.models.family import MediaSize, ModelFamily, decode_normalised, encode_normalised, pack, unpack
-from spotlight.models.family_facts import Dimensions, config_integer, config_list, dimensions
-from spotlight_files.pipeline_files import PipelineFiles
+from spotlight.models.family import MediaSize, ModelFamily, pack, unpack
 
 
 class ScaledVaeFamily(ModelFamily):
@@ -28,23 +26,3 @@ class ScaledVaeFamily(ModelFamily):
         latents: Tensor = self.vae.encode(frames.squeeze(2)).latent_dist.mode()
         scaled: Tensor = (latents - self.vae.config.shift_factor) * self.vae.config.scaling_factor
         return scaled
-
-
-class QwenVaeFamily(ModelFamily):
-    """Qwen-Image's VAE, a video's, whose latents are packed 2x2."""
-
-    packed = True
-
-    @classmethod
-    def read_dimensions(cls, files: PipelineFiles) -> Dimensions:
-        return dimensions(
-            files,
-            patch_px=2 * 2 ** len(config_list(files, "vae", "temperal_downsample")),
-            vae_width=config_integer(files, "vae", "base_dim"),
-        )
-
-    def decode_frames(self, latents: Tensor, size: MediaSize) -> Tensor:
-        return decode_normalised(self.vae, unpack(latents, self.dimensions.grid(size)).unsqueeze(2))
-
-    def encode_frames(self, frames: Tensor, size: MediaSize) -> Tensor:
-        return pack(encode_normalised(self.vae, frames).squeeze(2))
