@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -320,6 +321,34 @@ def test_a_head_that_renews_its_lease_is_alive_and_one_that_does_not_is_waited_f
     assert claim(objects, ONE, notes.append).holder.epoch == 3
     assert claim(objects, ONE, notes.append).holder.epoch == 4  # its own: the process before is gone
     assert not notes
+
+
+def test_a_disk_that_fails_for_a_moment_does_not_end_the_sending(
+    head: Head, objects: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head.begin()
+    monkeypatch.setattr(replicator, "_LOOKS_EVERY_S", 0.01)
+    monkeypatch.setattr(replicator, "_PATIENCE_S", (0.01, 0.01))
+    failures, pointer_of = [OSError(errno.ESTALE, "Stale file handle")], replicator.pointer_of
+
+    def failing(run: Path) -> bytes:
+        if failures:
+            raise failures.pop()
+        return pointer_of(run)
+
+    with head.replicator.sender, head.replicator.running(lambda: None):
+        _until(lambda: head.replicator.newest.serial == head.base.serial + 1)
+        monkeypatch.setattr(replicator, "pointer_of", failing)
+        _until(lambda: not failures)
+        head.checkpoint(1)
+        _until(lambda: head.replicator.newest.serial == head.base.serial + 2)
+
+
+def _until(holds: Callable[[], bool], limit_s: float = 20.0) -> None:
+    end_s = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
 
 
 def test_an_epoch_is_above_those_of_snapshots_though_the_lease_is_gone(head: Head, objects: Objects) -> None:

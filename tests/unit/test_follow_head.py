@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from obstore.store import MemoryStore
 from spotlight_bucket import follow_head
 from spotlight_bucket.bucket_objects import BucketError, Objects
 from spotlight_bucket.follow_head import FINISHED, follow, head_of
-from spotlight_bucket.lease import claim
+from spotlight_bucket.lease import HEAD, Holder, claim
 from spotlight_bucket.snapshots import RunSnapshot, StoredFile, append, take_over
 
 COPY = "1" * 32
@@ -53,9 +55,33 @@ def test_the_lease_tells_where_the_head_is_until_the_run_has_finished() -> None:
 @pytest.mark.parametrize("address", ["$(reboot):1", "10.0.0.5", "10.0.0.5:x", "a b:1"])
 def test_what_is_no_address_gets_into_no_command(address: str) -> None:
     objects = Objects(MemoryStore(), "s3://bucket/demo")
-    claim(objects, COPY, print, address=address)
+    objects.put(HEAD, json.dumps(asdict(Holder(1, COPY, "here", address=address))).encode())
     with pytest.raises(BucketError, match="its address is"):
         head_of(objects)
+
+
+@pytest.mark.parametrize("address", ["localhost", "ray://head:10001", "[fe80::1%eth0]:6379"])
+def test_a_head_whose_own_address_is_none_of_a_cluster_keeps_its_lease(address: str) -> None:
+    objects = Objects(MemoryStore(), "s3://bucket/demo")
+    lease = claim(objects, COPY, print, address=address)
+    assert lease.renew()
+    assert head_of(objects) is None
+    lease.release()
+    assert claim(objects, COPY, print).holder.epoch == 2, "the next one starts"
+
+
+@pytest.mark.parametrize("host", ["a..b", "a" * 64])
+def test_a_head_whose_name_cannot_be_one_does_not_answer(host: str) -> None:
+    assert follow(lambda: f"{host}:6379", JOIN, 0.0, threading.Event()) == 1
+
+
+def test_a_command_that_is_not_here_is_refused_before_any_head_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["follow_head", "s3://bucket/demo", "--", "launch/ray-strat.sh", "{}"])
+    with pytest.raises(SystemExit):
+        follow_head.main()
+    assert "no command 'launch/ray-strat.sh'" in capsys.readouterr().err
 
 
 def test_the_command_runs_beside_one_head_after_the_other(heads: list[str], tmp_path: Path) -> None:

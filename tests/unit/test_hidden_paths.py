@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import CLIPModel
 from typer.testing import CliRunner
 
 from spotlight.cli import doctor_checks
@@ -18,8 +19,14 @@ from spotlight.config.load import load_config
 from spotlight.dry_run.model_checks import require_model
 from spotlight.models.text.prompt_encoder import EmbeddingsCache
 from spotlight_files.model_errors import ModelError
+from spotlight_rewards.models import pretrained_model
+from spotlight_rewards.models.pretrained_model import find_file, load_pretrained, load_tokenizer
+from spotlight_rewards.originals import original_of
+from spotlight_rewards.reading.pp_ocr import read_settings
+from spotlight_rewards.reward import RewardInputError, RewardSetupError
 
 HIDDEN = "x" * 300
+NOBODYS = "~nobody-of-this-name/model"
 
 
 @pytest.mark.parametrize(
@@ -54,6 +61,33 @@ def test_a_models_file_is_named_by_its_key(key: str) -> None:
     rank = ["learner.lora.rank=8"] if key == "model.lora" else []
     with pytest.raises(ModelError, match=f"{key} is x+, which cannot be looked at .File name too long"):
         require_model(load_config(None, [f"{key}={HIDDEN}", *rank]))
+
+
+@pytest.mark.parametrize("key", ["model.path", "model.lora", "model.transformer"])
+def test_the_home_of_a_user_who_is_not_here_is_no_place(key: str) -> None:
+    rank = ["learner.lora.rank=8"] if key == "model.lora" else []
+    data = ["data.train=testbed", "data.test=testbed"]
+    with pytest.raises(ModelError, match=NOBODYS):
+        require_model(load_config(None, [f"{key}={NOBODYS}", *rank, *data]))
+
+
+@pytest.mark.parametrize("source", [HIDDEN, NOBODYS])
+def test_a_reward_names_the_parameter_whose_place_is_none(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pretrained_model, "unreachable", lambda: "no hub")
+    about = {"key": "reward: model", "remedy": "Name another"}
+    cpu = torch.device("cpu")
+    for look in (
+        lambda: find_file(source, ["weights"], **about),
+        lambda: load_tokenizer(source, **about),
+        lambda: load_pretrained(CLIPModel, source, unread="(?!)", device=cpu, **about),
+        lambda: read_settings(source, {}, **about),
+    ):
+        with pytest.raises(RewardSetupError, match=r"reward: model is '[x~]"):
+            look()
+    with pytest.raises(RewardInputError, match="cannot be read as a picture"):
+        original_of("first-frame", "a cat", {"reference": source})
 
 
 def test_a_cache_that_is_hidden_has_nothing_and_says_so_when_written(tmp_path: Path) -> None:

@@ -116,6 +116,13 @@ def test_a_date_that_cannot_be_is_none(year: str) -> None:
     assert parse_http_date(f"Mon, 19 Sep {year} 18:29:47 GMT") is None
 
 
+def test_of_the_last_year_that_there_is_this_machine_s_clock_counts() -> None:
+    at_noon = datetime(2026, 6, 2, 12, tzinfo=UTC)
+    server = MetadataServer(wall_clock=lambda: at_noon)
+    assert server._now("Fri, 31 Dec 9999 23:59:59 GMT") == at_noon
+    assert server._now("Tue, 02 Jun 2026 11:00:00 GMT") == datetime(2026, 6, 2, 11, 0, 1, tzinfo=UTC)
+
+
 def test_without_a_date_this_machine_s_clock_counts() -> None:
     at_noon = datetime(2026, 6, 2, 12, tzinfo=UTC)
     with metadata("aws", dated=False, action={"action": "stop", "time": "2026-06-02T12:01:40Z"}) as fake:

@@ -12,9 +12,14 @@ import psutil
 import pytest
 from tests.unit.reward_world import ask, give_up_soon, has_ended, message, reward_modules, spec, totals
 
+from spotlight.algorithms.advantages import advantages
+from spotlight.config.sections.algorithm import AdvantageConfig
+from spotlight.runtime.validation import estimate
 from spotlight_rewards.pool.reward_pool import RewardPool
 from spotlight_rewards.pool.reward_worker import RewardResultError, as_curves
-from spotlight_rewards.results import FailureKind, RewardFailure, ScoredSample
+from spotlight_rewards.results import LARGEST, FailureKind, RewardFailure, ScoredSample, combine
+from spotlight_rewards.reward import RewardScore
+from spotlight_rewards.reward_config import REWARD
 
 
 @pytest.fixture(autouse=True)
@@ -148,6 +153,21 @@ class TestFailures:
             (sample,) = ask(pool, "a")
         assert sample == RewardFailure(FailureKind.NOT_FINITE, "reward", message(sample))
         assert "10 x 1e+308 (huge)" in message(sample)
+
+    @pytest.mark.parametrize(("value", "detail"), [(-1e200, 0.0), (1.0, 1e200)])
+    def test_a_figure_whose_square_overflows_is_a_failure_of_its_sample(
+        self, value: float, detail: float
+    ) -> None:
+        found = combine({"huge": spec("huge")}, {"huge": RewardScore(value, {"area": detail})})
+        assert isinstance(found, RewardFailure)
+        assert found.kind is FailureKind.NOT_FINITE
+        assert "e+200; expected at most 1e+100" in found.message
+
+    def test_the_largest_figures_have_a_mean_a_spread_and_advantages(self) -> None:
+        highest, lowest = ({REWARD: sign * LARGEST} for sign in (1, -1))
+        assert estimate([LARGEST, -LARGEST]).stderr == pytest.approx(LARGEST)
+        ((up, down),) = advantages([[highest, lowest]], {REWARD: 1.0}, AdvantageConfig())
+        assert up == -down == pytest.approx(1.0, rel=0.5)
 
     def test_what_rewards_print_can_be_kept(self, workplace: Path) -> None:
         (workplace / "logs").mkdir()

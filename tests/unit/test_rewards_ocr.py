@@ -107,6 +107,7 @@ class TestFormula:
             ("\uff2f\uff30\uff25\uff2e", "OPEN"),
             ("\ufb01ne \ufb02ag", "FINE FLAG"),
             ("it\u2019s", "IT'S"),
+            ("Hawai\u02bbi", "HAWAI'I"),
             ("9\u20135", "9-5"),
             ("Caf\u00e9", "CAFE\u0301"),
             ("Stra\u00dfe", "STRASSE"),
@@ -138,6 +139,9 @@ class TestFormula:
             ("open 中文", ["Cjk"]),
             ("☃", ["Symbol"]),
             ("ﾃｽﾄ", ["Katakana"]),
+            ("OPEN\u02c8", []),  # a stress mark: a letter that only modifies
+            ("人々", ["Cjk"]),
+            ("D\u02bfNA", []),
         ],
     )
     def test_scripts_that_a_reader_lacks_are_named(self, target: str, scripts: list[str]) -> None:

@@ -15,8 +15,9 @@ from PIL import Image as PILImage
 from safetensors.torch import load_file, save_file
 from tests.unit.pp_ocr_forward import detector_forward, recognizer_forward
 
+from spotlight_rewards.models import pretrained_model
 from spotlight_rewards.reading.ocr_neural import OcrNeural
-from spotlight_rewards.reading.pp_ocr import TextDetector, TextRecognizer
+from spotlight_rewards.reading.pp_ocr import TextDetector, TextRecognizer, read_settings
 from spotlight_rewards.reading.text_boxes import cut_out, find_boxes
 from spotlight_rewards.reading.text_lines import read_pictures
 from spotlight_rewards.reading.tiny_pp_ocr import CHARACTERS, save_tiny_recognizer
@@ -201,3 +202,23 @@ def test_the_detector_looks_at_the_configured_size(models: dict[str, str], tmp_p
         (folder / "preprocessor_config.json").write_text(json.dumps(settings))
         given = (48, 64) if kind != "max" else (192, 256)
         assert TextDetector(str(folder), CPU, 1).scaled(*given) == size
+
+
+def test_settings_that_are_no_object_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "preprocessor_config.json").write_text("[48, 320]")
+    with pytest.raises(RewardSetupError, match="it holds list, no object"):
+        read_settings(str(tmp_path), {}, "key", "remedy")
+
+
+def test_without_a_hub_settings_are_not_asked_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, object]] = []
+
+    def cached_file(source: str, name: str, **options: object) -> str:
+        asked.append(options)
+        raise OSError("not in the cache")
+
+    monkeypatch.setattr(pretrained_model, "unreachable", lambda: "the hub cannot be reached")
+    monkeypatch.setattr("transformers.utils.cached_file", cached_file)
+    with pytest.raises(RewardSetupError, match="the hub cannot be reached, and it was not downloaded before"):
+        read_settings("org/model", {}, "key", "remedy")
+    assert asked == [{"local_files_only": True}]

@@ -251,7 +251,9 @@ def test_the_registry_itself_is_light() -> None:
     assert "torch" not in vars(registry)
 
 
-@pytest.mark.parametrize(("name", "label"), [("my:reward", ""), ("jpeg_size", "a/b")])
+@pytest.mark.parametrize(
+    ("name", "label"), [("my:reward", ""), ("jpeg_size", "a/b"), ("my:strict", ""), ("jpeg_size", "graded")]
+)
 def test_reserved_names_are_refused(name: str, label: str) -> None:
     with pytest.raises(RewardSetupError, match=r"Rename the function or set a label"):
         require_names([RewardConfig(name=name, label=label)])

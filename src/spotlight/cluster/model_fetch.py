@@ -40,6 +40,7 @@ from spotlight_files.hub_snapshot import (
 )
 from spotlight_files.pipeline_files import PipelineFiles, is_hub_id, without_transformer_weights
 from spotlight_files.snapshot_copy import fetch_snapshot
+from spotlight_rewards.base.files import at_home
 from spotlight_weights.locks import held
 from spotlight_weights.weight_errors import WeightsError
 
@@ -83,7 +84,7 @@ def wanted_model(config: RunConfig) -> WantedModel | None:
     """What the configuration needs of a hub model, but for text encoders' weights; None: it names none."""
     model = config.model
     path = pipeline_directory(model.path)
-    if Path(path).expanduser().exists() or not is_hub_id(path):
+    if at_home(path).exists() or not is_hub_id(path):
         return None
     components = FAMILIES.load(model.family).components
     if model.transformer is not None:

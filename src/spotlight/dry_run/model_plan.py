@@ -22,6 +22,7 @@ from spotlight.testbed import pipeline_directory
 from spotlight_files.model_errors import ModelError
 from spotlight_files.pipeline_files import PipelineFiles, check_weights, is_hub_id
 from spotlight_rewards.base.file_errors import is_there
+from spotlight_rewards.base.files import at_home
 
 if TYPE_CHECKING:
     from spotlight.models.family import ModelFamily
@@ -152,7 +153,7 @@ def _locate(config: RunConfig, besides: Sequence[str]) -> PipelineFiles | NotHer
     """The pipeline's files; a hub model counts as here with all its transformers and ``besides``."""
     model, family = config.model, family_of(config)
     path = pipeline_directory(model.path)
-    if not is_there(Path(path).expanduser()) and is_hub_id(path):
+    if not is_there(at_home(path)) and is_hub_id(path):
         _require_family(path, family)
         folder = downloaded(path, model.revision)
         if folder is None or not _complete(cached := PipelineFiles(folder), family, besides):

@@ -20,6 +20,7 @@ from spotlight.data.datasets import Prompts
 from spotlight.dry_run.memory_plan import Estimate
 from spotlight.dry_run.model_plan import downloaded, shapes_in
 from spotlight_files.pipeline_files import is_hub_id
+from spotlight_rewards.base.files import at_home
 from spotlight_rewards.registry import REWARDS, resolve
 from spotlight_rewards.results import require_names
 from spotlight_rewards.reward import RewardSetupError, RewardTraits
@@ -197,7 +198,7 @@ def _weights(reward: RewardConfig, function: Any) -> dict[str, str]:
 
 def _numbers(source: str) -> int | None:
     """Numbers in the weights of a directory, a file or a downloaded model; None if they are not here."""
-    local = Path(source).expanduser()
+    local = at_home(source)
     folder = local if local.exists() else downloaded(source)
     if folder is None:
         return None

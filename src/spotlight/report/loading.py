@@ -7,6 +7,7 @@ from pathlib import Path
 from spotlight.config.schema import RunConfig
 from spotlight.registry import FAMILIES
 from spotlight.testbed import TESTBEDS
+from spotlight_rewards.base.files import at_home
 
 SECOND_TRANSFORMER = "transformer_2"
 """Folder of the second transformer's weights, where a pipeline has two (Wan2.2-A14B)."""
@@ -111,7 +112,7 @@ def _call(config: RunConfig, prompt: str | None) -> list[str]:
 
 def _transformer(source: str) -> list[str]:
     """Lines that load a fine-tuned transformer into ``pipe``."""
-    path = Path(source).expanduser().resolve()
+    path = at_home(source).resolve()
     if (path / SECOND_TRANSFORMER).is_dir():
         return [
             "from pathlib import Path",

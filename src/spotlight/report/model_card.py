@@ -39,7 +39,7 @@ from spotlight.store.store_errors import NothingToCompareError
 from spotlight.testbed import TESTBEDS
 from spotlight_rewards.base.charts import Mark, Series, line_chart
 from spotlight_rewards.base.file_errors import storage_errors
-from spotlight_rewards.base.files import write_atomically
+from spotlight_rewards.base.files import at_home, write_atomically
 
 CARD_FOLDER = "card"
 _MOST_REFUSED = 5
@@ -339,7 +339,7 @@ def published_settings(config: RunConfig) -> str:
 def hub_model(config: RunConfig) -> str | None:
     """The id of the model on the hub; None: it is a folder somewhere."""
     path = config.model.path
-    found = path not in TESTBEDS and _HUB_ID.fullmatch(path) and not Path(path).expanduser().exists()
+    found = path not in TESTBEDS and _HUB_ID.fullmatch(path) and not at_home(path).exists()
     return path if found else None
 
 

@@ -165,8 +165,7 @@ class TrainedRun:
         shown = [str(path.resolve()) for path in references]
         require_references(self.config, shown)
         inputs = {PromptId(text): self._input(text, shown) for text in prompts}
-        made = self._denoise(rollouts, inputs, guidance, Observer())
-        results = [result for part in made for result in part]
+        results = [one for part in self._denoise(rollouts, inputs, guidance, Observer()) for one in part]
         pictures = [result.image for result in results if isinstance(result, FinishedRollout)]
         if len(pictures) != len(results):
             raise ModelError(

@@ -38,11 +38,9 @@ def strict_curve(configured: str | None, curves: Iterable[str]) -> str | None:
         return next((curve for curve in known if curve.endswith("/strict")), None)
     if configured not in known:
         problem = Problem(
-            "evaluation.strict",
-            repr(configured),
-            f"one of {', '.join(sorted(known))}",
+            "evaluation.strict", repr(configured), f"one of {', '.join(sorted(known))}",
             "Name a curve that the rewards make.",
-        )
+        )  # fmt: skip
         raise ConfigError("the configuration", [problem])
     return configured
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -99,7 +100,7 @@ def _answers(address: str) -> bool:
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
-    except (OSError, OverflowError):
+    except (OSError, OverflowError, UnicodeError):
         return False
     return True
 
@@ -115,6 +116,8 @@ def main() -> int:
     parser.add_argument("command", nargs="+", help="what joins a head; {} is its address")
     parser.add_argument("--wait-s", type=float, default=WAIT_S, help="without a head: so long (%(default)s)")
     given = parser.parse_args()
+    if shutil.which(given.command[0]) is None:
+        parser.error(f"no command {given.command[0]!r} that can be run is here; expected what joins a head")
     told = threading.Event()
     try:
         objects = open_objects(given.run)

@@ -101,18 +101,19 @@ def claim(
 
     Args:
         after: an epoch that was there before; the one claimed is above it.
-        address: see :class:`Holder`.
+        address: see :class:`Holder`; one that is none of a cluster is not told.
 
     Raises:
         RunInUseError: another head works on it.
         BucketError: the bucket.
     """
     _require_conditional_puts(objects)
+    known = address if _ADDRESS.fullmatch(address) else ""  # another would be refused by whoever reads it
     where, met, told = f"process {os.getpid()} on {socket.gethostname()}", None, False
     while True:
         found = objects.get(HEAD, _BYTES_MAX)
         there = None if found is None else _parsed(objects, found[0])
-        wanted = Holder(max(after, there.epoch if there else 0) + 1, copy, where, address=address)
+        wanted = Holder(max(after, there.epoch if there else 0) + 1, copy, where, address=known)
         if found is None or there is None:
             if objects.create(HEAD, _render(wanted)):
                 return HeadLease(objects, wanted)

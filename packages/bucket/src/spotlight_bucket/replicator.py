@@ -210,9 +210,10 @@ class Replicator:
         failing, wait_s, due_s, tries_after_s = False, _LOOKS_EVERY_S, 0.0, _PATIENCE_S[0]
         while self.fenced is None and not ends.wait(wait_s):
             wait_s = _LOOKS_EVERY_S
-            if not failing and pointer_of(self._place.run) == self._pointer and time.monotonic() < due_s:
-                continue
             try:
+                same = not failing and pointer_of(self._place.run) == self._pointer
+                if same and time.monotonic() < due_s:
+                    continue
                 self.sync()
             except FencedError as error:
                 self._fence(error)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from spotlight_files.model_errors import ModelError
 from spotlight_files.pipeline_files import download, is_hub_id, read_json
-from spotlight_rewards.base.files import open_regular
+from spotlight_rewards.base.files import at_home, open_regular
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
 """The file name that ``load_lora_weights(directory)`` expects."""
@@ -100,7 +100,7 @@ def _read(pipeline_class: str, path: str) -> LoraFile:
 
 def lora_file_of(path: str) -> Path:
     """The file of a LoRA; a hub's is downloaded. Raises ModelError if there is none, or several."""
-    where = Path(path).expanduser()
+    where = at_home(path)
     if where.is_file():
         return where
     hub = not where.is_dir()

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from spotlight_files.file_contents import add_file, below, contents_of
 from spotlight_files.model_errors import ModelError, looking
-from spotlight_rewards.base.files import open_regular, read_regular
+from spotlight_rewards.base.files import at_home, open_regular, read_regular
 
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 """Weights that lie beside the safetensors in some hub models; never downloaded."""
@@ -134,7 +134,7 @@ def locate(
         ModelError: nothing found, another pipeline, a missing component, bad weights, or an unreachable hub.
     """
     with looking("model.path", path):
-        files = _local(Path(path).expanduser(), revision)
+        files = _local(at_home(path), revision)
     files = files or _from_hub(str(path), revision, components)
     index_path = files.root / "model_index.json"
     if not index_path.is_file():
@@ -168,7 +168,7 @@ def _local(root: Path, revision: str | None) -> PipelineFiles | None:
 
 def _from_hub(name: str, revision: str | None, components: Mapping[str, PipelineComponent]) -> PipelineFiles:
     if not is_hub_id(name):
-        absolute = Path(name).expanduser().is_absolute()
+        absolute = at_home(name).is_absolute()
         here = "" if absolute else f" (relative to the current directory {Path.cwd()})"
         raise ModelError(
             f"model directory {name} does not exist{here}: give the path of a diffusers pipeline directory "

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from PIL import ImageOps
 
+from spotlight_rewards.base.files import at_home
 from spotlight_rewards.base.media_files import open_picture
 from spotlight_rewards.reward import Image, RewardInputError
 
@@ -42,5 +43,5 @@ def original_of(reward: str, prompt: str, record: Mapping[str, Any], field: str 
 
 @lru_cache(maxsize=64)  # the members of a group share theirs
 def _opened(path: str) -> Image:
-    with open_picture(Path(path).expanduser()) as picture:
+    with open_picture(at_home(path)) as picture:
         return np.asarray(ImageOps.exif_transpose(picture).convert("RGB"))

@@ -17,15 +17,21 @@ from spotlight_rewards import reward_registry as registry
 from spotlight_rewards.reward import Gradient, RewardScore, RewardSetupError
 from spotlight_rewards.reward_config import REWARD, RewardConfig
 
+LARGEST = 1e100
+"""Of a score: the squares of larger ones overflow."""
+_RESERVED = (REWARD, "strict", "graded")
+"""What a validation calls the weighted sum and what it is judged by."""
+
 
 def require_names(rewards: Sequence[RewardConfig]) -> None:
     """Raise RewardSetupError for an unknown or reserved name; imports no reward."""
     for reward in rewards:
         registry.parse(reward.name)
-        if reward.curve == REWARD or "/" in reward.curve:
+        if reward.curve in _RESERVED or "/" in reward.curve:
             raise RewardSetupError(
-                f"reward {reward.name!r} would be called {reward.curve!r}; {REWARD!r} is the name of the "
-                "weighted sum and '/' divides a reward from its details. Rename the function or set a label."
+                f"reward {reward.name!r} would be called {reward.curve!r}; {', '.join(map(repr, _RESERVED))} "
+                "are the names of the weighted sum and of what a validation is judged by, and '/' divides a "
+                "reward from its details. Rename the function or set a label."
             )
 
 
@@ -109,7 +115,12 @@ def combine(
         return RewardFailure(
             FailureKind.NOT_FINITE, REWARD, f"the weighted sum {parts} is {total}; use smaller weights"
         )
-    return ScoredSample(total, scores, _weighted_gradient(rewards, scores))
+    sample = ScoredSample(total, scores, _weighted_gradient(rewards, scores))
+    for curve, value in sample.curves().items():
+        if abs(value) > LARGEST:
+            message = f"the curve {curve!r} is {value:g}; expected at most {LARGEST:g}, to be averaged"
+            return RewardFailure(FailureKind.NOT_FINITE, curve.partition("/")[0], message)
+    return sample
 
 
 def _weighted_gradient(

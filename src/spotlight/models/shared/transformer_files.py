@@ -25,6 +25,7 @@ from spotlight.models.skeleton import (
 )
 from spotlight_files.model_errors import ModelError
 from spotlight_files.pipeline_files import PipelineFiles, read_json, weight_files
+from spotlight_rewards.base.files import at_home
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ def weight_sources(files: PipelineFiles, names: Sequence[str], override: str | N
     """The pipeline's own weights, or those of ``override``: see ``ModelFamily.load``."""
     if override is None:
         return TransformerFiles({name: files.folder(name) for name in names}, "model.path")
-    source = Path(override).expanduser()
+    source = at_home(override)
     sources = {name: source if len(names) == 1 else source / name for name in names}
     return TransformerFiles(sources, "model.transformer")
 

@@ -159,13 +159,9 @@ def _require_shortcuts(config: RunConfig, family: ModelFamily) -> None:
     cuda = family.device.type == "cuda"
     if exploration.dtype is not None and cuda and not torch.cuda.is_bf16_supported(including_emulation=False):
         name = torch.cuda.get_device_name(family.device)
-        problems.append(
-            Problem(
-                "exploration.dtype",
-                f"'{exploration.dtype}'",
-                f"a type that {name} computes in",
-                "It would be emulated, and slower than float32: leave it out.",
-            )
-        )
+        problems.append(Problem(
+            "exploration.dtype", f"'{exploration.dtype}'", f"a type that {name} computes in",
+            "It would be emulated, and slower than float32: leave it out.",
+        ))  # fmt: skip
     if problems:
         raise ConfigError("the configuration", problems)

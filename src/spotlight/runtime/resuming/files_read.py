@@ -17,6 +17,7 @@ from spotlight_files.file_contents import below, contents_of
 from spotlight_files.hub_snapshot import cached_commit
 from spotlight_files.pipeline_files import is_hub_id
 from spotlight_rewards.base.file_errors import StoreError
+from spotlight_rewards.base.files import at_home
 from spotlight_rewards.base.prompts import Prompt
 
 _WEIGHTS = ("*.safetensors", "*.json")
@@ -54,7 +55,7 @@ def require_same_files(before: Mapping[str, str], now: Mapping[str, str], config
 
 
 def _weights(given: str) -> str | None:
-    path = Path(given).expanduser()
+    path = at_home(given)
     if path.is_file():
         return contents_of(below(path.parent, [path]))
     if path.is_dir():

@@ -11,7 +11,7 @@ import json
 import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import MAXYEAR, UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
 from urllib.parse import urlsplit
 
@@ -132,7 +132,9 @@ class MetadataServer:
     def _now(self, date: str | None) -> datetime:
         stated = parse_http_date(date or "")
         # The header has whole seconds; rounding up never overstates the remaining time.
-        return self.wall_clock() if stated is None else stated + timedelta(seconds=1)
+        if stated is None or stated.year == MAXYEAR:  # whose last second has none after it
+            return self.wall_clock()
+        return stated + timedelta(seconds=1)
 
 
 async def _exchange(

@@ -13,6 +13,14 @@ from pathlib import Path
 TEMPORARY_PREFIX = ".writing-"
 
 
+def at_home(path: str | Path) -> Path:
+    """A path with its ``~`` replaced; of a user that is not here as it is, which is no file then."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
+
+
 def open_regular(path: Path) -> BufferedReader:
     """Open a file that another may have put there, for reading.
 

@@ -17,6 +17,7 @@ from pathlib import Path, PurePath
 from typing import Literal, NoReturn, TypeAlias
 
 from spotlight_rewards.base.errors import UserError
+from spotlight_rewards.base.files import at_home
 from spotlight_rewards.base.kept_pictures import kept_path, paths_of
 from spotlight_rewards.base.prompt_datasets import USUAL, Columns, dataset_objects, is_dataset
 from spotlight_rewards.base.prompt_tables import DELIMITERS, objects
@@ -163,7 +164,7 @@ def with_found_pictures(prompts: Sequence[Prompt], source: str, kept: Path | Non
     Raises:
         PromptFileError: a picture that does not exist.
     """
-    folder = Path(source).expanduser().parent
+    folder = at_home(source).parent
     problems: list[str] = []
     found: list[Prompt] = []
     for prompt in prompts:
@@ -195,7 +196,7 @@ def _absent(path: Path, kept: Path | None) -> str:
 def _found(folder: Path, name: str, kept: Path | None) -> Path:
     if kept is not None and (path := kept_path(name, kept)) is not None:
         return path
-    path = folder.joinpath(Path(name).expanduser()).resolve()
+    path = folder.joinpath(at_home(name)).resolve()
     beside = (folder / "images" / name).resolve()
     return path if path.is_file() or not beside.is_file() else beside
 

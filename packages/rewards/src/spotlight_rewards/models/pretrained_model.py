@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from spotlight_rewards.base.file_errors import is_there
+from spotlight_rewards.base.files import at_home
 from spotlight_rewards.models.hub import unreachable
 from spotlight_rewards.reward import RewardSetupError
 
@@ -46,8 +48,7 @@ def load_pretrained(
     Raises:
         RewardSetupError: the weights cannot be read, do not fit, or are not complete.
     """
-    local = Path(source).expanduser()
-    if (source.startswith((".", "/", "~")) or source.count(os.sep) > 1) and not local.is_dir():
+    if (source.startswith((".", "/", "~")) or source.count(os.sep) > 1) and _folder(source) is None:
         raise RewardSetupError(f"{key} is {source!r}, which is no directory. {remedy}")
     place, options = where_from(source)
     try:
@@ -70,12 +71,18 @@ def load_pretrained(
 
 def where_from(source: str) -> tuple[str, dict[str, bool]]:
     """What ``from_pretrained`` takes for a directory or hub id, and how: without a hub, from here."""
-    local = Path(source).expanduser()
+    local = _folder(source)
     # Code from the hub is not run; unless told so, transformers asks at the terminal.
     options = {"trust_remote_code": False}
-    if local.is_dir():
+    if local is not None:
         return str(local), options
     return source, options | {"local_files_only": bool(unreachable())}
+
+
+def _folder(source: str) -> Path | None:
+    """The directory of this name; None: there is none, as far as this user can tell."""
+    local = at_home(source)
+    return local if is_there(local) and local.is_dir() else None
 
 
 def why_not(error: Exception, options: Mapping[str, bool]) -> str:
@@ -124,14 +131,14 @@ def find_file(source: str, names: Sequence[str], *, key: str, remedy: str) -> Pa
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-    local = Path(source).expanduser()
-    if local.is_file():
+    local, folder = at_home(source), _folder(source)
+    if is_there(local) and local.is_file():
         return local
-    if local.is_dir() or source.startswith((".", "/", "~")):
-        for name in names:
+    if folder is not None or source.startswith((".", "/", "~")):
+        for name in names if folder else ():
             if (local / name).is_file():
                 return local / name
-        what = f"holds none of {', '.join(names)}" if local.is_dir() else "is neither a file nor a directory"
+        what = f"holds none of {', '.join(names)}" if folder else "is neither a file nor a directory"
         raise RewardSetupError(f"{key} is {source!r}, which {what}. {remedy}")
     what, away = f"holds none of {', '.join(names)}", unreachable()
     for name in names:

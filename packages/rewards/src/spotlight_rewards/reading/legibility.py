@@ -97,7 +97,7 @@ def levenshtein(a: str, b: str) -> int:
 
 _ONE_OF_MANY = str.maketrans(
     {
-        **dict.fromkeys("\u2018\u2019\u201b\u02bc\u2032\u00b4", "'"),
+        **dict.fromkeys("\u2018\u2019\u201b\u02bb\u02bc\u2032\u00b4", "'"),
         **dict.fromkeys("\u201c\u201d\u201e\u2033", '"'),
         **dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2015\u2212", "-"),
     }
@@ -138,14 +138,15 @@ def missing_scripts(target: str, known: KnownCharacters) -> list[str]:
 
     A single missing letter (an accent) costs its place in the score; a missing script would cost all of it.
     """
-    letters = {_script(each) for each in target if each.isalpha()}
+    letters = {script for each in target if (script := _script(each))}
     if not letters:
         return [] if any(each in known.characters for each in target) else ["Symbol"]
     return sorted(letters - known.scripts)
 
 
 def _script(character: str) -> str:
+    """Empty for what is no letter, or only changes or repeats one, which many scripts do."""
     plain = unicodedata.normalize("NFKC", character)[:1]
-    if not plain.isalpha():
+    if not plain.isalpha() or unicodedata.category(plain) == "Lm":
         return ""
     return unicodedata.name(plain, "UNKNOWN").partition(" ")[0].partition("-")[0].capitalize()

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from spotlight_rewards.models.pretrained_model import first_line, load_pretrained
+from spotlight_rewards.models.pretrained_model import load_pretrained, where_from, why_not
 from spotlight_rewards.reading.legibility import KnownCharacters
 from spotlight_rewards.reading.text_lines import Line, decoded, same_shape
 from spotlight_rewards.reward import Image, RewardSetupError
@@ -160,12 +160,15 @@ def read_settings(source: str, defaults: Mapping[str, Any], key: str, remedy: st
     """The image processor's settings. Raises RewardSetupError."""
     from transformers.utils import cached_file
 
-    local = Path(source).expanduser()
+    place, options = where_from(source)
     try:
-        path = cached_file(str(local) if local.is_dir() else source, "preprocessor_config.json")
+        here = options.get("local_files_only", False)
+        path = cached_file(place, "preprocessor_config.json", local_files_only=here)
         written = json.loads(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(written, dict):
+            raise ValueError(f"it holds {type(written).__name__}, no object")
     except (OSError, ValueError) as error:
-        reason = first_line(error)
+        reason = why_not(error, options)
         raise RewardSetupError(
             f"{key} is {source!r}, which has no preprocessor_config.json that can be read: {reason}. {remedy}"
         ) from error
