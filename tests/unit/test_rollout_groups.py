@@ -201,7 +201,7 @@ def test_a_worker_that_becomes_a_learner_handles_failed_collectives_as_one(
     seen: list[str | None] = []
     monkeypatch.setattr(communicators, "_opened", lambda *_: seen.append(os.environ.get(key)))
     monkeypatch.setattr(communicators, "_use", lambda group, device: None)
-    monkeypatch.setattr(communicators._Opener, "result", lambda opener: opener._connect())
+    monkeypatch.setattr(communicators, "_in_time", lambda connect, limit_s: connect())
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     nccl = Nccl(torch.device("cuda:0"), 0.2)

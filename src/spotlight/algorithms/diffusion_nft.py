@@ -14,11 +14,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
 from spotlight.algorithms.base import LossTerms, PolicyModel, Slot, Timesteps, TrainBatch
 from spotlight.algorithms.base_algorithm import BaseAlgorithm
-from spotlight.algorithms.forward_process import mean_square, noised, norm_ratio, weighted_error
+from spotlight.algorithms.forward_process import (
+    mean_square,
+    noised,
+    norm_ratio,
+    velocity_under,
+    weighted_error,
+)
 from spotlight.config.sections.algorithm import DiffusionNFTConfig
 from spotlight.diffusion.samplers import predict_x0
 
@@ -30,10 +34,9 @@ class DiffusionNFT(BaseAlgorithm):
 
     def loss(self, policy: PolicyModel, batch: TrainBatch, timesteps: Timesteps) -> LossTerms:
         config, clip = self.config, self.config.advantage.clip
-        x_t, sigma, _ = noised(batch, timesteps, config.train_timesteps, config.noise_levels)
+        x_t, sigma, _ = at = noised(batch, timesteps, config.train_timesteps, config.noise_levels)
         velocity = policy.velocity(x_t, sigma).float()
-        with torch.no_grad():
-            old = velocity.detach() if batch.old_is_policy else policy.velocity(x_t, sigma, "old").float()
+        old = velocity_under(policy, "old", batch, at, velocity)
         away = config.beta * (velocity - old)
         rho = (batch.advantages / (2 * clip) + 0.5).clamp(0, 1)
         positive = weighted_error(predict_x0(x_t, old + away, sigma), batch.final)
@@ -46,8 +49,7 @@ class DiffusionNFT(BaseAlgorithm):
             "old_distance": mean_square(velocity.detach() - old),
         }
         if config.reference_weight > 0:
-            with torch.no_grad():
-                reference = policy.velocity(x_t, sigma, "reference").float()
+            reference = velocity_under(policy, "reference", batch, at, velocity)
             distance = mean_square(velocity - reference)
             loss = loss + config.reference_weight * distance
             metrics["reference_distance"] = distance.detach()

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spotlight.algorithms.base import Timesteps, TrainBatch, timestep_of_rows
+from spotlight.algorithms.base import PolicyModel, Slot, Timesteps, TrainBatch, timestep_of_rows
 from spotlight.algorithms.replay import trained_steps
 from spotlight.config.sections.algorithm import NoiseLevels
 from spotlight.diffusion.noise import Stream, normal_batch, uniform
@@ -59,6 +59,16 @@ def noised(
     shape = batch.final.shape[1:]
     noise = normal_batch(batch.seeds, Stream.TRAIN_NOISE, indices, shape, device)
     return Noised(interpolate(batch.final, noise, sigma), sigma, noise)
+
+
+def velocity_under(
+    policy: PolicyModel, slot: Slot, batch: TrainBatch, at: Noised, velocity: Tensor
+) -> Tensor:
+    """Float32, without gradient; ``velocity`` is that of the policy, which the old one may equal."""
+    if slot == "old" and batch.old_is_policy:
+        return velocity.detach()
+    with torch.no_grad():
+        return policy.velocity(at.x, at.sigma, slot).float()
 
 
 def _levels(

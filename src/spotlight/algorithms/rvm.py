@@ -19,12 +19,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from spotlight.algorithms.base import LossTerms, PolicyModel, Slot, Timesteps, TrainBatch
 from spotlight.algorithms.base_algorithm import BaseAlgorithm
-from spotlight.algorithms.forward_process import Noised, mean_square, noised, norm_ratio
+from spotlight.algorithms.forward_process import mean_square, noised, norm_ratio, velocity_under
 from spotlight.config.sections.newer_algorithms import RVMConfig
 
 
@@ -47,7 +44,7 @@ class RVM(BaseAlgorithm):
         loss = reward * error
         metrics = {"matching_loss": error.detach()}
         if config.anchor_weight > 0:
-            anchor = self._anchor(policy, batch, at, velocity)
+            anchor = velocity_under(policy, config.anchor, batch, at, velocity)
             distance = mean_square(velocity - anchor)
             pull = config.anchor_weight - (reward if config.anchor_rule == "complement" else 0)
             loss = loss + pull * distance
@@ -56,9 +53,3 @@ class RVM(BaseAlgorithm):
                 metrics["velocity_norm_ratio"] = norm_ratio(velocity, anchor)
         weight = at.sigma / miss.detach().abs().flatten(1).mean(1).clamp(min=1e-5) if config.normalise else 1
         return LossTerms(weight * loss / 2, metrics)
-
-    def _anchor(self, policy: PolicyModel, batch: TrainBatch, at: Noised, velocity: Tensor) -> Tensor:
-        if self.config.anchor == "old" and batch.old_is_policy:
-            return velocity.detach()
-        with torch.no_grad():
-            return policy.velocity(at.x, at.sigma, self.config.anchor).float()

@@ -41,11 +41,10 @@ from spotlight.scheduler.types import NodeId, NodeKind
 from spotlight.store.run_directory import RunDirectory
 from spotlight_fleet.providers.node_provider import NodeProvider
 from spotlight_rewards.base.files import discard
-from spotlight_rewards.base.prompts import Prompt, PromptId
+from spotlight_rewards.base.prompts import Prompt
 from spotlight_rewards.pool.reward_pool import RewardPool
 from spotlight_weights.node_cache import cache_directory
 
-LOGS_FOLDER = "attempts"
 _NAME_MAX = 24
 """Longest part of a run's name used in folder names on nodes: socket paths are limited to about 100 bytes."""
 
@@ -65,11 +64,6 @@ class Materials:
     used: Sequence[Prompt]
     rewards: RewardPool
     profiled_steps: int = 0
-
-    @property
-    def by_id(self) -> dict[PromptId, Prompt]:
-        """All prompts of the run."""
-        return {prompt.id: prompt for prompt in (*self.prompts.train, *self.prompts.test)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +131,7 @@ async def assembled(materials: Materials, room: AttemptRoom) -> AsyncIterator[He
             learner=driver,
             samples=samples,
             scoring=SampleScoring(
-                conversations, samples, materials.rewards, materials.by_id, inbox.put, note
+                conversations, samples, materials.rewards, materials.prompts.by_id, inbox.put, note
             ),
             accounts=room.accounts,
             recorder=room.attempt.recorder,
@@ -227,7 +221,7 @@ async def _learner(
         nodes.learner_placements,
         room.store,
         token,
-        room.directory.path / LOGS_FOLDER,
+        room.directory.attempts,
         room=wait_for_room if moves else None,
         spares=nodes.spares,
         yield_s=fleet.answer_s,

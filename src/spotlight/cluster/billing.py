@@ -135,9 +135,7 @@ class Billing:
                 self._train(Phase.IDLE, now)
             case ev.BatchPrepared() | ev.MicroBatchTrained() | ev.OptimizerStepped() | ev.BatchFinished():
                 self._train(Phase.IDLE, now)
-            case ev.WeightsPublished():
-                self._train(Phase.IDLE, now)
-            case ev.CheckpointCommitted():
+            case ev.WeightsPublished() | ev.CheckpointCommitted():
                 self._train(Phase.IDLE, now)
             case ev.LearnerLost():
                 self._settle_training(Phase.LOST, now)

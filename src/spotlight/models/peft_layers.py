@@ -13,7 +13,7 @@ from __future__ import annotations
 import difflib
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
@@ -364,10 +364,10 @@ def largest_rank(model: nn.Module) -> int:
     return max((half.shape[0] for half in halves), default=0)
 
 
-def base_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """The model's own parameters under their names before adapters were injected."""
+def without_adapters(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Those of a model's tensors that are its own, under their names before adapters were injected."""
     return {
-        name.replace(".base_layer.", "."): parameter
-        for name, parameter in model.named_parameters()
+        name.replace(".base_layer.", "."): tensor
+        for name, tensor in named
         if ".lora_A." not in name and ".lora_B." not in name
     }

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from spotlight.models.experts import denoisers
+from spotlight.models.peft_layers import without_adapters
 from spotlight.models.shared.quantised import as_stored
 from spotlight.models.shared.sharded import is_sharded
 from spotlight_files.model_errors import ModelError
@@ -260,11 +261,7 @@ def base_state(module: nn.Module) -> dict[str, Tensor]:
     Detached views. Call it outside of :func:`spotlight.models.peft_layers.merged`, which swaps the
     parameters' memory temporarily; the views stay valid as long as the base does.
     """
-    return {
-        name.replace(".base_layer.", "."): tensor
-        for name, tensor in module.state_dict().items()
-        if ".lora_A." not in name and ".lora_B." not in name
-    }
+    return without_adapters(module.state_dict().items())
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:

@@ -295,7 +295,7 @@ class LoraSlots(WeightSlots):
 
     def _base(self) -> dict[str, Tensor]:
         packed = self.packed()
-        own = peft_layers.base_parameters(self._module).items()
+        own = peft_layers.without_adapters(self._module.named_parameters()).items()
         base = {name: tensor for name, tensor in own if name not in packed}
         for name, layer in held(self._module).items() if packed else ():
             assert self._files is not None, "a quantised base comes with its files"

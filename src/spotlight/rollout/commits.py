@@ -132,10 +132,7 @@ def _begin_copies(new: list[tuple[Tensor, _Copy]]) -> Callable[[], None]:
     pieces = torch.split(host, [tensor.nbytes for tensor, _ in far])
     for piece, (tensor, copy) in zip(pieces, far, strict=True):
         copy.host = piece.view(tensor.dtype).view(tensor.shape)
-
-    def wait() -> None:
-        copied.synchronize()
-
+    wait: Callable[[], None] = copied.synchronize
     return wait
 
 

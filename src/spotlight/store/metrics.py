@@ -11,7 +11,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -180,11 +180,9 @@ class MetricsWriter:
         return self
 
     def __exit__(self, _kind: object, error: object, _trace: object) -> None:
-        try:
+        # After another error, that is the one worth reporting.
+        with suppress(StoreError) if error is not None else nullcontext():
             self.close()
-        except StoreError:
-            if error is None:  # otherwise the first error is the one worth reporting
-                raise
 
 
 def read_metrics(run: Path) -> list[MetricsRow]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from typing import Self
 
 import numpy as np
@@ -94,9 +95,6 @@ class TrainingPictures:
         return self
 
     def __exit__(self, _kind: object, error: object, _trace: object) -> None:
-        with self._thread:
-            try:
-                self.settle()
-            except StoreError:
-                if error is None:  # otherwise the first error is the one worth reporting
-                    raise
+        # After another error, that is the one worth reporting.
+        with self._thread, suppress(StoreError) if error is not None else nullcontext():
+            self.settle()

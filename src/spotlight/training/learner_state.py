@@ -13,11 +13,10 @@ import hashlib
 import json
 import pickle
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 from zipfile import BadZipFile
 
 import torch
@@ -38,8 +37,6 @@ from spotlight.training.sharding import Ranks
 from spotlight_rewards.base.errors import UserError
 from spotlight_rewards.base.file_errors import needs_user, storage_error
 from spotlight_weights.flat import digest_of
-
-T = TypeVar("T")
 
 FORMAT = 1
 INDEX, WHOLE, SHARDED = "learner.json", "learner.safetensors", "learner.dcp"
@@ -230,29 +227,24 @@ def _read(directory: Path, targets: dict[str, Tensor]) -> None:
 
 
 def _read_whole(path: Path, targets: Mapping[str, Tensor]) -> None:
-    def read() -> dict[str, Tensor]:
-        with safe_open(path, "pt") as file:
-            return {name: file.get_tensor(name) for name in targets}
-
-    tensors = _reading(path, read)
+    with _reading(path), safe_open(path, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in targets}
     _check_shapes(path, {name: tensor.shape for name, tensor in tensors.items()}, targets)
     for name, target in targets.items():
         write_whole(target, tensors[name])
 
 
 def _read_sharded(path: Path, targets: dict[str, Tensor]) -> None:
-    def read() -> None:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp_load(targets, storage_reader=TensorReader(path), no_dist=Ranks.current().world == 1)
-        increment_version(list(targets.values()))  # it writes shards, which the whole tensors do not count
-
-    _reading(path, read)
+    with _reading(path), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp_load(targets, storage_reader=TensorReader(path), no_dist=Ranks.current().world == 1)
+    increment_version(list(targets.values()))  # it writes shards, which the whole tensors do not count
 
 
-def _reading(path: Path, read: Callable[[], T]) -> T:
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
     try:
-        return read()
+        yield
     except _UNREADABLE as error:
         raise StateError(_damaged(path, error)) from error
 

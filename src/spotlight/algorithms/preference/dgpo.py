@@ -42,9 +42,7 @@ class DGPO(BaseAlgorithm):
         metrics = {"matching_loss": error.detach(), "group_weight": weight}
         metrics["velocity_norm_ratio"] = found.norm_ratio
         if config.clip_range is not None:
-            known = batch.old_is_policy
-            old_error = error.detach() if known else found.error_of(policy, "old", batch.final)
-            ratio = torch.exp(old_error - error.detach())
+            ratio = torch.exp(found.error_of(policy, "old", batch) - error.detach())
             away = torch.where(advantages > 0, ratio > 1 + config.clip_range, ratio < 1 - config.clip_range)
             error = torch.where(away, error.detach(), error)
             metrics |= {"ratio": ratio, "clip_fraction": away.float()}

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from spotlight.algorithms.base import GroupRows, PolicyModel, Slot, Timesteps, TrainBatch
-from spotlight.algorithms.forward_process import Noised, mean_square, noised, norm_ratio
+from spotlight.algorithms.forward_process import Noised, mean_square, noised, norm_ratio, velocity_under
 from spotlight.config.sections.algorithm import ForwardProcessSection
 
 
@@ -34,10 +33,10 @@ class Matching(NamedTuple):
         """[batch], of the policy's velocity to the initial model's."""
         return norm_ratio(self.velocity, self.reference_velocity)
 
-    def error_of(self, policy: PolicyModel, slot: Slot, x0: Tensor) -> Tensor:
+    def error_of(self, policy: PolicyModel, slot: Slot, batch: TrainBatch) -> Tensor:
         """[batch], under other weights, without gradient."""
-        with torch.no_grad():
-            return mean_square(policy.velocity(self.at.x, self.at.sigma, slot).float() - (self.at.noise - x0))
+        velocity = velocity_under(policy, slot, batch, self.at, self.velocity)
+        return mean_square(velocity - (self.at.noise - batch.final))
 
 
 def match(
@@ -46,8 +45,7 @@ def match(
     at = noised(batch, timesteps, config.train_timesteps, config.noise_levels, config.levels)
     target = at.noise - batch.final
     velocity = policy.velocity(at.x, at.sigma).float()
-    with torch.no_grad():
-        reference = policy.velocity(at.x, at.sigma, "reference").float()
+    reference = velocity_under(policy, "reference", batch, at, velocity)
     return Matching(at, velocity, mean_square(velocity - target), reference, mean_square(reference - target))
 
 

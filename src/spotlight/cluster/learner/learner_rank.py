@@ -232,7 +232,8 @@ class LearnerRank:
             meeting = Meeting(store, place.rank, place.world, place.per_node)
             own = hosts[place.rank] if hosts else LOOPBACK
             self._stack.enter_context(rendezvous.listening_only_on(own))
-        self._ranks = self._stack.enter_context(process_group(self._device, self._collective_s, meeting))
+        limit_s = self.config.fleet.learner_collective_s
+        self._ranks = self._stack.enter_context(process_group(self._device, limit_s, meeting))
 
     def load_model(self, prompts: Sequence[Prompt]) -> None:
         """Load the model and embed the uncached ones of the run's ``prompts``. Collective.
@@ -433,11 +434,7 @@ class LearnerRank:
 
     @property
     def _meeting_s(self) -> float:
-        return min(_MEETING_S, self._collective_s)
-
-    @property
-    def _collective_s(self) -> float:
-        return self.config.fleet.learner_collective_s
+        return min(_MEETING_S, self.config.fleet.learner_collective_s)
 
     @contextmanager
     def _in(self, phase: Phase) -> Iterator[None]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -98,7 +98,8 @@ def _shows(config: RunConfig, token: str) -> bool:
         # Storage that is shared was so before this run began.
         if time.monotonic() >= give_up_s or not config.runs_dir.is_dir():
             return False
-        _list_again(path.parent)
+        with suppress(OSError):
+            os.listdir(path.parent)  # noqa: PTH208 - a network file system then looks for new files
         time.sleep(_LOOKS_AGAIN_S)
     return True
 
@@ -116,10 +117,3 @@ def _content(path: Path) -> str | None:
         return path.read_text(encoding="utf-8")
     except OSError:
         return None
-
-
-def _list_again(directory: Path) -> None:
-    try:
-        os.listdir(directory)  # noqa: PTH208
-    except OSError:
-        return

@@ -68,14 +68,6 @@ class View:
     problems: Mapping[str, Problem]
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """Difference between two views. ``lost`` happened first."""
-
-    lost: tuple[RayNode, ...]
-    joined: tuple[RayNode, ...]
-
-
 def read_view(rows: Sequence[Mapping[str, object]], names: Mapping[str, str] | None = None) -> View:
     """Read ``ray.nodes()``. ``names``: of nodes already known, by Ray id; they keep them."""
     living = {str(row["NodeID"]): row for row in rows if row["Alive"]}
@@ -142,14 +134,6 @@ def unique_name(node: RayNode, taken: Collection[str]) -> str:
         return node.name
     names = (f"{node.name}{SUFFIX}{node.ray_id[:digits]}" for digits in range(6, len(node.ray_id) + 1))
     return next(name for name in names if name not in taken)
-
-
-def diff(before: Mapping[str, RayNode], after: Mapping[str, RayNode]) -> Change:
-    """Nodes gained and lost between two views, by Ray id."""
-    return Change(
-        tuple(node for ray_id, node in before.items() if ray_id not in after),
-        tuple(node for ray_id, node in after.items() if ray_id not in before),
-    )
 
 
 def require_usable(view: View, learner_ranks: int, source: str, *, spot_head: bool = False) -> None:

@@ -26,7 +26,7 @@ from ray.exceptions import RayError
 
 from spotlight.cluster.nodes.agent import NodeAgent, plain_settings
 from spotlight.cluster.nodes.drain import drain_node, draining_nodes
-from spotlight.cluster.nodes.listing import ALL_GPUS_VISIBLE, RayNode, diff, read_view
+from spotlight.cluster.nodes.listing import ALL_GPUS_VISIBLE, RayNode, read_view
 from spotlight.cluster.nodes.node_list import Pulse, refuses
 from spotlight.cluster.remote_calls import cause_of, on_node
 from spotlight_fleet.facts import NodeFacts, incompatibility, read_facts
@@ -254,11 +254,11 @@ class NodeMembership:
         view = read_view([row for row in rows if row["NodeID"] not in self._dead], names)
         for ray_id, problem in view.problems.items():
             self._refuse(ray_id, problem)
-        change = diff({ray_id: watched.node for ray_id, watched in self._watched.items()}, view.nodes)
-        for node in change.lost:
-            self._lose(self._watched[node.ray_id])
-        for node in change.joined:
-            self._watched[node.ray_id] = _Watched(node)
+        for watched in list(self._watched.values()):
+            if watched.node.ray_id not in view.nodes:
+                self._lose(watched)
+        for ray_id, node in view.nodes.items():
+            self._watched.setdefault(ray_id, _Watched(node))
 
     def _look_at_drains(self) -> None:
         """Nodes that Ray drains, but not because of our notice: its autoscaler does, KubeRay, an operator."""

@@ -310,8 +310,7 @@ class RemoteScorer:
     def interrupt(self) -> None:
         """See :class:`Scorer`."""
         self._closed.set()
-        with self._lock:
-            self._kill()
+        self._drop()
 
     def close(self) -> None:
         """See :class:`Scorer`."""
@@ -397,15 +396,12 @@ class RemoteScorer:
 
     def _drop(self) -> None:
         with self._lock:
-            self._kill()
-
-    def _kill(self) -> None:
-        actor, node = self._actor, self._node
-        self._actor = self._node = None
-        if actor is not None and node is not None:
-            self._nodes.leave(node)
-            with suppress(RayError, RuntimeError):  # dead already, or Ray is shutting down
-                ray.kill(actor)
+            actor, node = self._actor, self._node
+            self._actor = self._node = None
+            if actor is not None and node is not None:
+                self._nodes.leave(node)
+                with suppress(RayError, RuntimeError):  # dead already, or Ray is shutting down
+                    ray.kill(actor)
 
     def _keep(self, printed: bytes) -> None:
         self._printed += printed

@@ -165,13 +165,13 @@ class AlgorithmSection(Section):
 
     @property
     def uses_reference(self) -> bool:
-        """Whether the initial model is evaluated at every trained timestep."""
-        return False
+        """Whether the initial model is evaluated at every trained timestep; here, if it has a weight."""
+        return bool(getattr(self, "reference_weight", 0) > 0)
 
     @property
     def recomputes_log_probs(self) -> bool:
         """Whether updates after a batch's first need an extra forward per trained timestep."""
-        return False
+        return bool(getattr(self, "old_log_probs", None) == "recompute")
 
     @property
     def decays_by_steps(self) -> bool:
@@ -291,10 +291,6 @@ class FlowGRPOConfig(AlgorithmSection):
     def uses_reference(self) -> bool:
         return self.kl_weight > 0
 
-    @property
-    def recomputes_log_probs(self) -> bool:
-        return self.old_log_probs == "recompute"
-
 
 class FlowGRPOFastConfig(FlowGRPOConfig):
     """Flow-GRPO-Fast: few stochastic steps per rollout, ODE elsewhere, no KL."""
@@ -381,10 +377,6 @@ class DiffusionNFTConfig(ForwardProcessSection):
 
     uses_old_policy: ClassVar[bool] = True
 
-    @property
-    def uses_reference(self) -> bool:
-        return self.reference_weight > 0
-
 
 class BatchStartSection(AlgorithmSection):
     """Compares the policy with the one before the batch, which the ``old`` slot holds."""
@@ -436,16 +428,8 @@ class AWMConfig(ForwardProcessSection):
     )  # fmt: skip
 
     @property
-    def recomputes_log_probs(self) -> bool:
-        return self.old_log_probs == "recompute"
-
-    @property
     def uses_old_policy(self) -> bool:
         return self.old_weight > 0
-
-    @property
-    def uses_reference(self) -> bool:
-        return self.reference_weight > 0
 
 
 class AbsentAlgorithmConfig(AlgorithmSection, extra="allow"):

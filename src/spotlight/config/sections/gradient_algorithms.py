@@ -67,7 +67,3 @@ class ReFLConfig(GradientSection):
     """Selects this algorithm."""
     reference_weight: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the distance to the initial model; above 0 costs one more forward."""
-
-    @property
-    def uses_reference(self) -> bool:
-        return self.reference_weight > 0

@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spotlight.models.family import ConditionBatch, MediaSize, ModelFamily, pack, unpack
+from spotlight.models.family import ConditionBatch, MediaSize
 from spotlight.models.family_facts import ActivationCosts, Dimensions, block_widths, dimensions, read_models
 from spotlight.models.shared.checks import require_even_split
-from spotlight.models.shared.image_vae import decode_image, encode_image
+from spotlight.models.shared.image_vae import ScaledVaeFamily
 from spotlight_files.lora_names import FLUX
 from spotlight_files.pipeline_files import PipelineComponent, PipelineFiles
 
 
-class Flux(ModelFamily):
+class Flux(ScaledVaeFamily):
     """A FLUX.1 model.
 
     - T5's embeddings are padded to ``max_text_tokens`` and the transformer sees the padding unmasked: another
@@ -130,9 +130,3 @@ class Flux(ModelFamily):
             return_dict=False,
         )[0]
         return prediction
-
-    def decode_frames(self, latents: Tensor, size: MediaSize) -> Tensor:
-        return decode_image(self.vae, unpack(latents, self.dimensions.grid(size)))
-
-    def encode_frames(self, frames: Tensor, size: MediaSize) -> Tensor:
-        return pack(encode_image(self.vae, frames))

@@ -20,7 +20,6 @@ from spotlight.models.families.flux import Flux
 from spotlight.models.family import ConditionBatch, Instruction, MediaSize, ModelError, pack
 from spotlight.models.family_facts import ActivationCosts, read_models
 from spotlight.models.shared.checks import require_even_split
-from spotlight.models.shared.image_vae import encode_image
 from spotlight.models.shared.rows import by_kind
 from spotlight.models.text.references import open_reference, reference_sides
 from spotlight_files.pipeline_files import PipelineFiles
@@ -78,7 +77,7 @@ class FluxKontext(Flux):
         resizer = VaeImageProcessor(vae_scale_factor=unit)
         height, width = _scaled(path, picture.height, picture.width, unit)
         pixels = resizer.preprocess(resizer.resize(picture, height, width), height, width)
-        return encode_image(self.vae, pixels.to(self.device, torch.float32).unsqueeze(2))
+        return self.encode_picture(pixels.to(self.device, torch.float32).unsqueeze(2))
 
     def predict(
         self,

@@ -16,33 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spotlight.models.family import (
-    ConditionBatch,
-    MediaSize,
-    ModelFamily,
-    decode_normalised,
-    encode_normalised,
-    pack,
-    unpack,
-)
-from spotlight.models.family_facts import (
-    ActivationCosts,
-    Dimensions,
-    config_integer,
-    config_list,
-    dimensions,
-    read_models,
-)
+from spotlight.models.families.qwen_image import QwenVaeFamily
+from spotlight.models.family import ConditionBatch, MediaSize
+from spotlight.models.family_facts import ActivationCosts, read_models
 from spotlight.models.shared.checks import require_equal
 from spotlight_files.lora_names import KREA2
-from spotlight_files.pipeline_files import PipelineComponent, PipelineFiles
+from spotlight_files.pipeline_files import PipelineComponent
 
 _TEXT_LAYERS = [2, 5, 8, 11, 14, 17, 20, 23, 26, 29, 32, 35]
 """The pipeline's default ``text_encoder_select_layers``."""
 _DISTILLED_SHIFT = 1.15
 
 
-class Krea2(ModelFamily):
+class Krea2(QwenVaeFamily):
     """A Krea 2 model."""
 
     name = "krea-2"
@@ -64,17 +50,8 @@ class Krea2(ModelFamily):
     activations = ActivationCosts(
         lora=22.5, full=29.7, elementwise=11.2, checkpointed=1.5, forward=15.0, decode=21.0
     )
-    packed = True
     guidance_argument = "guidance_scale"
     published, tiny_models = read_models(__file__)
-
-    @classmethod
-    def read_dimensions(cls, files: PipelineFiles) -> Dimensions:
-        return dimensions(
-            files,
-            patch_px=2 * 2 ** len(config_list(files, "vae", "temperal_downsample")),
-            vae_width=config_integer(files, "vae", "base_dim"),
-        )
 
     @classmethod
     def call_arguments(cls, scale: float, embedded: float | None) -> dict[str, object]:
@@ -137,9 +114,3 @@ class Krea2(ModelFamily):
             return_dict=False,
         )[0]
         return prediction
-
-    def decode_frames(self, latents: Tensor, size: MediaSize) -> Tensor:
-        return decode_normalised(self.vae, unpack(latents, self.dimensions.grid(size)).unsqueeze(2))
-
-    def encode_frames(self, frames: Tensor, size: MediaSize) -> Tensor:
-        return pack(encode_normalised(self.vae, frames).squeeze(2))

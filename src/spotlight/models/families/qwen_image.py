@@ -38,7 +38,27 @@ DROPPED_TOKENS = 34
 TOKENIZER_MAX_TOKENS = 1024
 
 
-class QwenImage(ModelFamily):
+class QwenVaeFamily(ModelFamily):
+    """Qwen-Image's VAE, a video's, whose latents are packed 2x2."""
+
+    packed = True
+
+    @classmethod
+    def read_dimensions(cls, files: PipelineFiles) -> Dimensions:
+        return dimensions(
+            files,
+            patch_px=2 * 2 ** len(config_list(files, "vae", "temperal_downsample")),
+            vae_width=config_integer(files, "vae", "base_dim"),
+        )
+
+    def decode_frames(self, latents: Tensor, size: MediaSize) -> Tensor:
+        return decode_normalised(self.vae, unpack(latents, self.dimensions.grid(size)).unsqueeze(2))
+
+    def encode_frames(self, frames: Tensor, size: MediaSize) -> Tensor:
+        return pack(encode_normalised(self.vae, frames).squeeze(2))
+
+
+class QwenImage(QwenVaeFamily):
     """A Qwen-Image model of any size.
 
     Guidance rescales each token to the norm of its conditional prediction, as in the pipeline.
@@ -62,20 +82,11 @@ class QwenImage(ModelFamily):
     activations = ActivationCosts(
         lora=20.0, full=27.0, elementwise=11.2, checkpointed=1.5, forward=15.0, decode=21.0
     )
-    packed = True
     reuses_blocks = True
     splits_sequence = True
     text_recipe = f"{TEMPLATE}|drop {DROPPED_TOKENS}|max {TOKENIZER_MAX_TOKENS}"
     text_tokens_max = TOKENIZER_MAX_TOKENS
     published, tiny_models = read_models(__file__)
-
-    @classmethod
-    def read_dimensions(cls, files: PipelineFiles) -> Dimensions:
-        return dimensions(
-            files,
-            patch_px=2 * 2 ** len(config_list(files, "vae", "temperal_downsample")),
-            vae_width=config_integer(files, "vae", "base_dim"),
-        )
 
     def wanted_config(self) -> dict[str, tuple[object, str]]:
         z_dim, other = self.vae.config.z_dim, "it belongs to another pipeline"
@@ -147,9 +158,3 @@ class QwenImage(ModelFamily):
         length = torch.norm(prediction, dim=-1, keepdim=True)
         rescaled: Tensor = combined * (length / torch.norm(combined, dim=-1, keepdim=True))
         return rescaled
-
-    def decode_frames(self, latents: Tensor, size: MediaSize) -> Tensor:
-        return decode_normalised(self.vae, unpack(latents, self.dimensions.grid(size)).unsqueeze(2))
-
-    def encode_frames(self, frames: Tensor, size: MediaSize) -> Tensor:
-        return pack(encode_normalised(self.vae, frames).squeeze(2))

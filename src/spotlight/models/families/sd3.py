@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from spotlight.models.family import ConditionBatch, MediaSize, ModelFamily
+from spotlight.models.family import ConditionBatch, MediaSize
 from spotlight.models.family_facts import (
     ActivationCosts,
     Dimensions,
@@ -15,14 +15,14 @@ from spotlight.models.family_facts import (
     dimensions,
     read_models,
 )
-from spotlight.models.shared.image_vae import decode_image, encode_image
+from spotlight.models.shared.image_vae import ScaledVaeFamily
 from spotlight_files.lora_names import SD3
 from spotlight_files.pipeline_files import PipelineComponent, PipelineFiles
 
 _CLIP_TOKENS = 77
 
 
-class StableDiffusion3(ModelFamily):
+class StableDiffusion3(ScaledVaeFamily):
     """A Stable Diffusion 3 or 3.5 model.
 
     - Text is 77 CLIP tokens and ``max_text_tokens`` of T5; the transformer sees the padding unmasked, so
@@ -128,9 +128,3 @@ class StableDiffusion3(ModelFamily):
             return_dict=False,
         )[0]
         return prediction
-
-    def decode_frames(self, latents: Tensor, size: MediaSize) -> Tensor:
-        return decode_image(self.vae, latents)
-
-    def encode_frames(self, frames: Tensor, size: MediaSize) -> Tensor:
-        return encode_image(self.vae, frames)

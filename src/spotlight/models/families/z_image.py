@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spotlight.models.family import ConditionBatch, MediaSize, ModelFamily
+from spotlight.models.family import ConditionBatch, MediaSize
 from spotlight.models.family_facts import (
     ActivationCosts,
     Dimensions,
@@ -22,12 +22,12 @@ from spotlight.models.family_facts import (
     config_integer,
     read_models,
 )
-from spotlight.models.shared.image_vae import decode_image, encode_image
+from spotlight.models.shared.image_vae import ScaledVaeFamily
 from spotlight_files.lora_names import Z_IMAGE_COMFYUI, Z_IMAGE_KOHYA
 from spotlight_files.pipeline_files import PipelineComponent, PipelineFiles
 
 
-class ZImage(ModelFamily):
+class ZImage(ScaledVaeFamily):
     """A Z-Image model of any size. The distilled Turbo takes no guidance."""
 
     name = "z-image"
@@ -114,9 +114,3 @@ class ZImage(ModelFamily):
     def combine(self, prediction: Tensor, negative: Tensor, scale: float) -> Tensor:
         """In the pipeline's order of operations."""
         return prediction + (scale - 1) * (prediction - negative)
-
-    def decode_frames(self, latents: Tensor, size: MediaSize) -> Tensor:
-        return decode_image(self.vae, latents)
-
-    def encode_frames(self, frames: Tensor, size: MediaSize) -> Tensor:
-        return encode_image(self.vae, frames)

@@ -1,21 +1,28 @@
-"""Latents of a VAE for single pictures, whose configuration names a scale and a shift."""
+"""What families have in common whose VAE is for single pictures, with a scale and a shift."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
-
-def decode_image(vae: Any, latents: Tensor) -> Tensor:
-    """Undo an image VAE's scale and shift and decode: [batch, 3, 1, height, width]."""
-    scaled = latents / vae.config.scaling_factor + vae.config.shift_factor
-    decoded: Tensor = vae.decode(scaled, return_dict=False)[0]
-    return decoded.unsqueeze(2)
+from spotlight.models.family import MediaSize, ModelFamily, pack, unpack
 
 
-def encode_image(vae: Any, frames: Tensor) -> Tensor:
-    """The inverse of :func:`decode_image`: [batch, channels, height, width]."""
-    latents: Tensor = vae.encode(frames.squeeze(2)).latent_dist.mode()
-    scaled: Tensor = (latents - vae.config.shift_factor) * vae.config.scaling_factor
-    return scaled
+class ScaledVaeFamily(ModelFamily):
+    """A VAE for single pictures, whose configuration names a scale and a shift."""
+
+    def decode_frames(self, latents: Tensor, size: MediaSize) -> Tensor:
+        config = self.vae.config
+        whole = unpack(latents, self.dimensions.grid(size)) if self.packed else latents
+        scaled = whole / config.scaling_factor + config.shift_factor
+        decoded: Tensor = self.vae.decode(scaled, return_dict=False)[0]
+        return decoded.unsqueeze(2)
+
+    def encode_frames(self, frames: Tensor, size: MediaSize) -> Tensor:
+        latents = self.encode_picture(frames)
+        return pack(latents) if self.packed else latents
+
+    def encode_picture(self, frames: Tensor) -> Tensor:
+        """[batch, 3, 1, height, width] to [batch, channels, height, width], not packed."""
+        latents: Tensor = self.vae.encode(frames.squeeze(2)).latent_dist.mode()
+        scaled: Tensor = (latents - self.vae.config.shift_factor) * self.vae.config.scaling_factor
+        return scaled

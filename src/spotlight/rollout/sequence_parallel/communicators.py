@@ -19,6 +19,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Protocol
@@ -172,7 +173,7 @@ class Nccl:
             return group
 
         # In a thread, since NCCL waits for a missing peer without end, and there is nothing to abort yet.
-        return _Opener(connect, limit_s).result()
+        return _in_time(connect, limit_s)
 
     @contextmanager
     def _ending(self, what: str) -> Iterator[None]:
@@ -217,35 +218,25 @@ class Nccl:
             raise SpPeerLostError(f"NCCL collectives were not done after {limit_s:g} s")
 
 
-class _Opener:
-    """Opens a group in a thread of its own, which is left behind if it does not return in time."""
+def _in_time(connect: Callable[[], dist.ProcessGroup], limit_s: float) -> dist.ProcessGroup:
+    """What ``connect`` returns or raises, in a thread of its own: it is left behind if it takes longer."""
+    opened: Future[dist.ProcessGroup] = Future()
 
-    def __init__(self, connect: Callable[[], dist.ProcessGroup], limit_s: float) -> None:
-        self._connect, self._limit_s = connect, limit_s
-        self._group: dist.ProcessGroup | None = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="nccl-opens", daemon=True)
-
-    def _run(self) -> None:
+    def run() -> None:
         try:
-            self._group = self._connect()
+            opened.set_result(connect())
         except BaseException as error:  # noqa: BLE001 - result() raises it
-            self._error = error
+            opened.set_exception(error)
 
-    def result(self) -> dist.ProcessGroup:
-        """The group. Raises what opening it raised, or CommunicatorStuckError."""
-        self._thread.start()
-        self._thread.join(self._limit_s)
-        if self._thread.is_alive():
-            raise CommunicatorStuckError(
-                f"opening a group of GPUs has not returned after {self._limit_s:g} s: a member left or died "
-                "meanwhile. This process ends and is started again. If that repeats with all members there, "
-                "raise fleet.collective_s"
-            )
-        if self._error is not None:
-            raise self._error
-        assert self._group is not None, "neither group nor error"
-        return self._group
+    threading.Thread(target=run, name="nccl-opens", daemon=True).start()
+    wait([opened], limit_s)
+    if not opened.done():
+        raise CommunicatorStuckError(
+            f"opening a group of GPUs has not returned after {limit_s:g} s: a member left or died meanwhile. "
+            "This process ends and is started again. If that repeats with all members there, raise "
+            "fleet.collective_s"
+        )
+    return opened.result()
 
 
 def communicator(device: torch.device, collective_s: float) -> Communicator:

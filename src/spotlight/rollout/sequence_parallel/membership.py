@@ -94,6 +94,10 @@ class SpMembership:
         store: where members meet; see :mod:`spotlight.rollout.sequence_parallel.rendezvous`.
         parallel: the transformers to split.
         form_s: longest wait for members to arrive.
+
+    Attributes:
+        group: the current one; just this worker when alone.
+        batch: rollouts per forward that every member of the group has memory for.
     """
 
     def __init__(
@@ -111,25 +115,15 @@ class SpMembership:
         self._communicator = communicator
         self._parallel = parallel
         self._form_s = form_s
-        self._group = SpGroup(0, (worker,))
+        self.group = SpGroup(0, (worker,))
         self._epoch = 0
         self._limit = StepLimit()
-        self._batch = sys.maxsize
-
-    @property
-    def group(self) -> SpGroup:
-        """The current group; just this worker when alone."""
-        return self._group
+        self.batch = sys.maxsize
 
     @property
     def leads(self) -> bool:
         """Whether this worker leads its group."""
-        return self._group.leader == self.worker
-
-    @property
-    def batch(self) -> int:
-        """Rollouts per forward that every member of the group has memory for."""
-        return self._batch
+        return self.group.leader == self.worker
 
     @property
     def passes(self) -> Passes:
@@ -154,7 +148,7 @@ class SpMembership:
             StaleEpochError: the epoch was already formed, attempted or surpassed.
             FormationError: the others did not come; this worker is alone, and the epoch is used up.
         """
-        if group == self._group:
+        if group == self.group:
             return
         if self.worker not in group.members:
             raise ValueError(
@@ -171,12 +165,12 @@ class SpMembership:
         self._epoch = group.epoch
         if group.degree > 1:
             self._meet(group, batch)
-        self._group = group
+        self.group = group
 
     def part(self) -> None:
         """Leave the group at once; exchanges of the remaining members fail."""
-        self._group = SpGroup(self._epoch, (self.worker,))
-        self._batch = sys.maxsize
+        self.group = SpGroup(self._epoch, (self.worker,))
+        self.batch = sys.maxsize
         self._parallel.leave()
         self._communicator.close()
 
@@ -191,7 +185,7 @@ class SpMembership:
             GroupLostError: a peer failed; this worker is now alone.
             Exception: this rank's own failure, which also removes it from the group.
         """
-        if self._group.degree == 1:
+        if self.group.degree == 1:
             yield
             return
         began = time.monotonic()
@@ -201,7 +195,7 @@ class SpMembership:
             self._limit.took(work, time.monotonic() - began)
         except SpPeerLostError as error:
             self._limit.lost(time.monotonic() - began, self._communicator.collective_s)
-            group = self._group
+            group = self.group
             self._release(error)
             raise GroupLostError(
                 f"worker {self.worker} lost the group of {', '.join(group.members)} (epoch {group.epoch}): "
@@ -217,7 +211,7 @@ class SpMembership:
         Raises:
             GroupLostError: see :meth:`exchange`.
         """
-        if self._group.degree == 1:
+        if self.group.degree == 1:
             assert data is not None
             return data
         device = self._communicator.device
@@ -237,7 +231,7 @@ class SpMembership:
             self._arrive(group, place)
             rank = group.members.index(self.worker)
             opened = self._communicator.open(place, rank, group.degree)
-            self._batch = self._verify(group, rank, batch)
+            self.batch = self._verify(group, rank, batch)
             self._parallel.enter(opened, self._communicator.half)
         except SpPeerLostError as error:
             self._release(error)
