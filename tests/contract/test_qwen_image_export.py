@@ -234,8 +234,11 @@ def test_what_cannot_be_exported_is_said(
         save_merged(family, tmp_path / "full", state)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    with pytest.raises(ModelError, match="is the folder you are in"):
+    with pytest.raises(ModelError, match="is a folder you are in"):
         save_merged(family, Path(), state)
+    (tmp_path / "model_index.json").write_text("{}")
+    with pytest.raises(ModelError, match="is a folder you are in"):
+        save_merged(family, Path(".."), state, replace=True)
     state.pop("proj_out.weight")
     with pytest.raises(ModelError, match=r"(?s)not those of the transformer in .*proj_out\.weight"):
         save_merged(family, tmp_path / "new", state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import shlex
 import subprocess
 from dataclasses import replace
@@ -325,11 +326,18 @@ def test_launch_files_are_what_schedulers_take(
         assert (config.pipeline.axis == "prompt") is ("gap" in strategy)
 
 
-def test_a_scenarios_cloud_adds_no_lines_to_a_task() -> None:
-    file = small("cluster.reserved.usd_gpu_h=6", 'cluster.reserved.cloud="aws\\nsetup: touch here"')
+@pytest.mark.parametrize("key", ["cluster.reserved.cloud", "cluster.spot.machine", "prices.region"])
+def test_a_name_of_a_scenario_adds_no_lines_to_a_task(key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{re.escape(key)}: found .*; expected a name on one line"):
+        small(f'{key}="aws\\nsetup: touch here"')
+
+
+@pytest.mark.parametrize("cloud", ["on-prem", "digital ocean"])
+def test_a_cloud_of_ones_own_is_named_in_the_task(cloud: str) -> None:
+    file = small("cluster.reserved.usd_gpu_h=6", f"cluster.reserved.cloud={cloud}")
     machine = own_machine(file.cluster.reserved)
     made = launch_files(Candidate("reserved_only", machine, machine, 1, 0), read_templates(), CONFIG, "")
-    assert "touch here" not in made["skypilot-reserved.yaml"]
+    assert yaml.safe_load(made["skypilot-reserved.yaml"])["resources"]["infra"] == cloud
 
 
 def test_the_run_of_a_launch_may_be_in_a_folder_with_a_space() -> None:

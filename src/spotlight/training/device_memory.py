@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,15 +41,19 @@ def free_bytes(device: torch.device) -> int:
 
 def _cgroup_bytes() -> int:
     try:
-        limit, used, parts = (
-            (_CGROUP / name).read_text(encoding="utf-8").strip()
-            for name in ("memory.max", "memory.current", "memory.stat")
+        limit, used = (
+            (_CGROUP / name).read_text(encoding="utf-8").strip() for name in ("memory.max", "memory.current")
         )
     except OSError:
         return 2**63
+    if limit == "max":
+        return 2**63
+    free = int(limit) - int(used)
     # What was read of files counts as used, and is given up where memory is asked for.
-    idle = dict(line.split() for line in parts.splitlines())["inactive_file"]
-    return 2**63 if limit == "max" else max(int(limit) - int(used) + int(idle), 0)
+    with suppress(OSError):
+        parts = (_CGROUP / "memory.stat").read_text(encoding="utf-8").split()
+        free += int(dict(zip(parts[::2], parts[1::2], strict=True)).get("inactive_file", 0))
+    return max(free, 0)
 
 
 @contextmanager

@@ -113,11 +113,7 @@ def save_merged(
     Raises:
         ModelError: the directory is not empty (with ``replace``: nor a pipeline), or ``state`` does not fit.
     """
-    replaceable = replace and (directory / _INDEX).is_file()
-    if directory.exists() and not replaceable and (not directory.is_dir() or any(directory.iterdir())):
-        raise ModelError(f"{directory} exists and is not empty: remove it or name another directory")
-    if not directory.name:
-        raise ModelError(f"{directory} is the folder you are in, which cannot be replaced: name another")
+    _require_place(directory, replace=replace)
     present = {name: part for name, part in components.items() if files.component_class(name) is not None}
     transformers = _assemble(
         files, [name for name in present if name.startswith("transformer")], state, dtype
@@ -141,6 +137,14 @@ def save_merged(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return directory
+
+
+def _require_place(directory: Path, *, replace: bool) -> None:
+    replaceable = replace and (directory / _INDEX).is_file()
+    if directory.exists() and not replaceable and (not directory.is_dir() or any(directory.iterdir())):
+        raise ModelError(f"{directory} exists and is not empty: remove it or name another directory")
+    if directory.name in ("", ".."):
+        raise ModelError(f"{directory} is a folder you are in, which cannot be replaced: name another")
 
 
 def _put_in_place(partial: Path, directory: Path) -> None:

@@ -406,6 +406,6 @@ def _differences(before: object, after: object, key: str = "") -> Iterator[tuple
 
 
 def _yaml(value: object) -> str:
-    """As it stands if YAML reads it so; Norway's ``NO`` is no."""
-    plain = f"{value}"
-    return plain if re.fullmatch(r"[\w.-]+", plain) and parse_yaml(plain) == value else json.dumps(value)
+    """A word as it stands if YAML reads it so; Norway's ``NO`` is no."""
+    word = isinstance(value, str) and re.fullmatch(r"[A-Za-z][\w.-]*", value)
+    return str(value) if word and parse_yaml(str(value)) == value else json.dumps(value)

@@ -333,7 +333,7 @@ def _sky_more(text: str, nodes: _Nodes) -> str:
 def _resources(text: str, machine: Machine) -> str:
     infra = "/".join(filter(None, machine.place))
     if not re.fullmatch(_INFRA, infra):  # a place by another name than SkyPilot's regions have
-        infra = machine.cloud if machine.cloud.isidentifier() else ""
+        infra = machine.cloud
     if infra:
         text = _once(r"  infra: [^\n]*", text, f"  infra: {infra}")
     named = f"\n  instance_type: {machine.name}" if machine.name else ""

@@ -170,7 +170,8 @@ def _explain(tree: Mapping[str, Any], detail: ErrorDetails) -> Problem:
         return Problem(f"{key}.kind", repr(context.get("tag")), expected, "Change the value.")
     expected = detail["msg"].removeprefix("Input should be ")
     if "pattern" in expected:
-        expected = "a source that begins with published:, measured:, derived: or assumed:"
+        stated = "a source that begins with published:, measured:, derived: or assumed:"
+        expected = stated if key.endswith("source") else "a name on one line"
     return Problem(key, repr(detail["input"]), expected, "Change the value.")
 
 

@@ -26,6 +26,7 @@ from spotlight_plan.scenarios.profile import Source
 from spotlight_plan.scenarios.profile_costs import Shard
 from spotlight_plan.scenarios.strategies import PipelinePart, Strategy
 
+Name: TypeAlias = Annotated[str, Field(pattern=r"^\P{C}+$")]  # another line would be one of a launch file
 Exponent: TypeAlias = tuple[PositiveFloat, PositiveFloat, PositiveFloat]
 SUBSET_SPEED: Exponent = (1.55, 1.73, 1.90)
 """Least, likely and most: how many times fewer iterations 8 of 32 samples of a group take than 16 of 16
@@ -47,15 +48,15 @@ class Pool(ScenarioSection):
     """Number of nodes; for spot, the most at once."""
     gpus_per_node: PositiveInt
     """GPUs per node; sequence parallelism stays within a node."""
-    gpu_type: str
+    gpu_type: Name
     """Name as in price catalogues, such as H100."""
     usd_gpu_h: PositiveFloat | None = None
     """USD per GPU-hour; null looks it up in ``prices``."""
-    cloud: str | None = None
+    cloud: Name | None = None
     """Only this cloud's machines; null: as ``prices.cloud``."""
-    region: str | None = None
+    region: Name | None = None
     """Only in this region; null: as ``prices.region``."""
-    machine: str | None = None
+    machine: Name | None = None
     """Only this instance type, such as p5.48xlarge; null: as ``prices.instance_type``."""
 
 
@@ -142,11 +143,11 @@ class PricesSection(ScenarioSection):
 
     source: str = "builtin"
     """As for ``spotlight prices --source``."""
-    cloud: str | None = None
+    cloud: Name | None = None
     """Only this cloud; null takes the one where all required GPUs together cost least."""
-    region: str | None = None
+    region: Name | None = None
     """Only this region; null chooses it with the cloud."""
-    instance_type: str | None = None
+    instance_type: Name | None = None
     """Only this instance type."""
     whole_machines: bool = True
     """A node is a whole machine with as many GPUs. If false, it may be a part of one, at its share of the
