@@ -115,9 +115,8 @@ def test_a_worker_by_itself_changes_epochs_without_a_network() -> None:
         SequenceParallelError, match=r"degree 5 does not divide .* 24 .*; use one of 1, 2, 3, 4, 6"
     ):
         membership.form(SpGroup(4, tuple(WorkerId(name) for name in "wabcd")))
-    with pytest.raises(FormationError, match=r"v did not come within 0.1 s") as failed:
+    with pytest.raises(FormationError, match=r": v did not come within 0.1 s"):
         membership.form(SpGroup(4, (WorkerId("w"), WorkerId("v"))))
-    assert failed.value.missing == ("v",)
     assert membership.group == SpGroup(4, (WorkerId("w"),))
     assert not parallel.active
     with membership.exchange():  # alone nothing is translated, and nobody lost

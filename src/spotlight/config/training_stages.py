@@ -27,12 +27,10 @@ class ChosenStage:
 
     Attributes:
         before: the stage whose LoRA it goes on with.
-        settings: as overrides.
     """
 
     name: str | None = None
     before: str | None = None
-    settings: tuple[str, ...] = ()
 
     def put_in_place(self, tree: dict[str, Any], source: str) -> None:
         """Name the run, and what it begins with, once all overrides are applied. Raises ConfigError."""
@@ -87,7 +85,7 @@ def take_stage(tree: dict[str, Any], overrides: Sequence[str], source: str) -> t
     settings = [f"{key}={json.dumps(value, default=str)}" for key, value in settings_in(stages[names[at]])]
     keys = {key for each in (*settings, *others) for key, _ in settings_in(dict([parse_override(each)]))}
     before = names[at - 1] if at > 0 and _LORA not in keys else None
-    return ChosenStage(names[at], before, tuple(settings)), [*settings, *others]
+    return ChosenStage(names[at], before), [*settings, *others]
 
 
 def _stages_in(tree: Mapping[str, Any], source: str) -> Mapping[str, Mapping[str, Any]]:

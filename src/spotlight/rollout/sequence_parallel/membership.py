@@ -45,11 +45,7 @@ class GroupError(RuntimeError):
 
 
 class FormationError(GroupError):
-    """The members did not meet. ``missing``: those known not to have arrived."""
-
-    def __init__(self, message: str, missing: tuple[WorkerId, ...] = ()) -> None:
-        super().__init__(message)
-        self.missing = missing
+    """The members did not meet; the message names those known not to have arrived."""
 
 
 class GroupLostError(GroupError):
@@ -250,7 +246,7 @@ class SpMembership:
                 why = f"the group store does not answer ({str(error).splitlines()[0]})"
                 raise FormationError(f"{self._attempt(group)}: {why}") from None
             why = f"{', '.join(missing) or 'nobody'} did not come within {self._form_s:g} s"
-            raise FormationError(f"{self._attempt(group)}: {why}", missing) from None
+            raise FormationError(f"{self._attempt(group)}: {why}") from None
 
     def _missing(self, group: SpGroup, place: Store) -> tuple[WorkerId, ...] | None:
         try:
