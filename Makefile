@@ -27,7 +27,7 @@ env: $(STAMP) ## Create the environment from the lock file (nothing to do when i
 PACKAGES := $(patsubst %/pyproject.toml,%,$(wildcard packages/*/pyproject.toml))
 
 # uv takes less than half the time, but knows neither PIP_ARGS nor pip's own settings: where it cannot, pip installs.
-install = $(if $(PIP_ARGS),false,$(BIN)/uv pip install --python $(BIN)/python $(1)) || \
+install = $(if $(PIP_ARGS)$(PIP_INDEX_URL),false,$(BIN)/uv pip install --python $(BIN)/python $(1)) || \
 	$(BIN)/pip install --no-compile $(PIP_ARGS) $(1)
 SELDOM := /(tests|testing|data|dialects|physics|pipelines|modular_pipelines|transformers/models|rllib|serve|debugpy|moto|mypy|onnxruntime|pip|plotly|pygments|setuptools)/
 
@@ -39,8 +39,8 @@ $(STAMP): requirements.lock requirements-torch.lock pyproject.toml $(PACKAGES:=/
 	$(call install,--no-deps --require-hashes -r requirements.lock)
 	$(BIN)/pip install --no-compile $(PIP_ARGS) $(TORCH_ARGS) -r requirements-torch.lock
 	$(call install,--no-build-isolation --no-deps -e . $(PACKAGES:%=-e %))
-	@# pip compiles on one core. Left out: what is seldom imported. A template that is no Python may fail.
-	$(BIN)/python -m compileall -qq -j 0 -x '$(SELDOM)' $(VENV)/lib || true
+	@# pip compiles on one core. Left out: what is mostly not imported. A template that is no Python may fail.
+	cd $(VENV) && bin/python -m compileall -qq -j 0 -x '$(SELDOM)' lib || true
 	$(if $(TESSERACT),sh $(TESSERACT) || true)
 	@touch $@
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.table import Table
 from scripts.measure_structure import packages_of
 
-from spotlight_rewards.base.terminal import TextConsole
+from spotlight_rewards.base.terminal import TextConsole, progress_bar
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,4 +39,7 @@ def test_neither_markup_nor_emoji_is_read() -> None:
     console = TextConsole(file=io.StringIO(), width=80)
     console.print(text)
     console.print(table)
-    assert console.file.getvalue().count("a [bold]cat[/x] :cat: of 12\\x1b[2J") == 2  # type: ignore[attr-defined]
+    with progress_bar(TextConsole(file=io.StringIO(), width=200, force_terminal=True)) as bar:
+        bar.add_task(text, total=1)
+        console.print(*bar.get_renderables())
+    assert console.file.getvalue().count("a [bold]cat[/x] :cat: of 12\\x1b[2J") == 3  # type: ignore[attr-defined]

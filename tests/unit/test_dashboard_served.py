@@ -240,7 +240,7 @@ def test_rewards_beyond_all_bounds_are_an_error_that_names_the_run(empty_place: 
             file.write(f'{{"iteration": {at}, "samples_trained": 9, "wall_s": 99, {reward}}}\n')
     result = CliRunner().invoke(cli, ["why", str(paths.path)], env={"COLUMNS": "200"})
     assert result.exit_code == 2
-    assert f"{paths.path}: its files hold what no run writes (OverflowError" in result.stderr
+    assert f"{paths.path}: damaged, or read wrongly (OverflowError" in result.stderr
 
 
 def test_a_curve_whose_name_has_no_utf_8_is_in_the_report(empty_place: Path) -> None:

@@ -20,7 +20,7 @@ from spotlight.store.manifest import CheckpointHeader
 from spotlight.store.picture_names import TILES, tile_path
 from spotlight.store.run_directory import RunPaths
 from spotlight_rewards.base.file_errors import StoreError
-from spotlight_rewards.base.files import write_atomically
+from spotlight_rewards.base.files import TEMPORARY_PREFIX, write_atomically
 
 FORKS = 20
 """Before, one of six failed."""
@@ -48,6 +48,9 @@ def fork(parent: tuple[RunPaths, Checkpoint], name: str) -> bool:
 
 def test_a_fork_is_made_while_its_parent_writes_pictures(parent: tuple[RunPaths, Checkpoint]) -> None:
     ends = threading.Event()
+    tile = tile_path(parent[0], 5, 0, TILES)
+    write_atomically(tile, bytes(2000))
+    (tile.parent / f"{TEMPORARY_PREFIX}gone").symlink_to("nothing")  # as one that has its name by now
 
     def write() -> None:
         for number in count():

@@ -162,8 +162,7 @@ def test_lines_with_replaced_characters_are_named(tmp_path: Path) -> None:
     assert "could not read: 3. " in notes[1]
     (objects := tmp_path / "train.jsonl").write_text('{"prompt": "a cat"}\n{"prompt": "a \\uFFFD"}\n')
     written = load_config(Path(os.devnull), [f"data.train={objects}", f"data.test={objects}"])
-    assert all(
-        "could not read: 2. " in note for note in load_prompts(written).notes(written) if "FFFD" in note
-    )
+    found = [note for note in load_prompts(written).notes(written) if "FFFD" in note]
+    assert ["could not read: 2. " in note for note in found] == [True, True]
     clean = load_config(None)
     assert not [note for note in load_prompts(clean).notes(clean) if "U+FFFD" in note]

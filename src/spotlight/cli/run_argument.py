@@ -38,7 +38,8 @@ def run_named(text: str) -> Path | None:
     from spotlight.store.run_directory import RunPaths
     from spotlight_rewards.base.file_errors import is_there
 
-    return next((path for path in (Path(text), RUNS / text) if is_there(RunPaths(path).config)), None)
+    there = (path for path in (Path(text), RUNS / text) if is_there(RunPaths(path).config))
+    return next((path for path in there if RunPaths(path).config.is_file()), None)
 
 
 RunArgument = Annotated[

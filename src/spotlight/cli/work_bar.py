@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from typing import Self
 
-from rich.progress import Progress, TaskID
+from rich.progress import TaskID
 
 from spotlight.runtime.observer import Observer
 from spotlight.scheduler.types import Phase
-from spotlight_rewards.base.terminal import TextConsole
+from spotlight_rewards.base.terminal import TextConsole, progress_bar
 
 
 class WorkBar(Observer):
     """An ``Observer`` that draws one bar on stderr if it is a terminal. Use as a context manager."""
 
     def __init__(self) -> None:
-        console = TextConsole(stderr=True)
-        self._progress = Progress(console=console, transient=True, disable=not console.is_terminal)
+        self._progress = progress_bar(TextConsole(stderr=True))
         self._task: TaskID | None = None
 
     def __enter__(self) -> Self:

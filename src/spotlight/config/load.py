@@ -135,7 +135,9 @@ def _halves(tree: Mapping[str, Any]) -> Iterator[Problem]:
     """Texts with half a character, as Python has names of files that are not UTF-8: JSON has none."""
     for key, value in settings_in(tree):
         if _HALF.search(json.dumps(value, ensure_ascii=False, default=str)):
-            yield Problem(key, ascii(value), "text in UTF-8", "Write it so; a file may have to be renamed.")
+            yield Problem(
+                key, ascii(value), "text in UTF-8", "Write it so, if need be after renaming a file."
+            )
 
 
 def dump_config(config: RunConfig) -> str:

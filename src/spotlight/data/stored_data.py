@@ -78,7 +78,7 @@ def _object(where: str, line: str) -> dict[str, Any]:
     try:
         record = json.loads(line, object_pairs_hook=each_once)
     except ValueError as error:
-        raise ValueError(f"{where} is no JSON ({error}); expected an object") from error
+        raise ValueError(f"{where} is no JSON that can be read ({error}); expected an object") from error
     if not isinstance(record, dict):
         raise ValueError(f"{where} is a {type(record).__name__}; expected an object, as in {{...}}")
     return record

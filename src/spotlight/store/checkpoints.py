@@ -193,10 +193,8 @@ class CheckpointStore:
     def _pointer(self) -> bytes | None:
         """What names the newest checkpoint; None before the first. Raises StoreError."""
         path = self._directory / LATEST
-        if not path.exists():
-            return None
         with storage_errors("cannot read what names the newest checkpoint", path):
-            return read_regular(path, _POINTER_BYTES_MAX)
+            return read_regular(path, _POINTER_BYTES_MAX) if path.exists() else None
 
     def _committed(self) -> tuple[list[str], list[Damage]]:
         names = self._names()

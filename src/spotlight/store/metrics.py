@@ -212,10 +212,11 @@ def parse_row(line: bytes) -> MetricsRow:
     try:
         fields: dict[str, float | None] = json.loads(line)
         values = {name: math.nan if value is None else float(value) for name, value in fields.items()}
-        iteration, samples, wall_s = (values.pop(name) for name in (ITERATION, SAMPLES_TRAINED, WALL_S))
-        if not (math.isfinite(wall_s) and all(0 <= each <= _COUNT_MAX for each in (iteration, samples))):
-            raise ValueError(f"{iteration:g}, {samples:g} and {wall_s:g} count nothing")
-        return MetricsRow(int(iteration), int(samples), wall_s, values)
+        counts = {name: values.pop(name) for name in (ITERATION, SAMPLES_TRAINED, WALL_S)}
+        for name, each in counts.items():
+            if not (math.isfinite(each) if name == WALL_S else 0 <= each <= _COUNT_MAX):
+                raise ValueError(f"{name} is {each:g}; expected seconds, or a number from 0 to 2**53")
+        return MetricsRow(int(counts[ITERATION]), int(counts[SAMPLES_TRAINED]), counts[WALL_S], values)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"not a row of metrics ({type(error).__name__}: {error})") from error
 

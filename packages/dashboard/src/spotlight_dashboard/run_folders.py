@@ -17,7 +17,7 @@ from sqlite3 import Connection
 
 import yaml
 
-from spotlight.store.ledger.ledger_queries import ODD_VALUES, open_readonly
+from spotlight.store.ledger.ledger_queries import ODD_VALUES, open_readonly, told_odd
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.store_errors import LedgerError
 from spotlight_dashboard.figures import finite
@@ -81,10 +81,7 @@ class RunFolder:
         except Exception as error:
             if type(error) not in ODD_VALUES:
                 raise
-            raise StoreError(
-                f"{self.path}: its files hold what no run writes ({type(error).__name__}: {error}). Restore "
-                "them from a copy."
-            ) from error
+            raise StoreError(told_odd(self.path, error)) from error
 
     def signature(self) -> str:
         """Changes when the run writes anything that the page shows."""

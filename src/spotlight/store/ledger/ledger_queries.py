@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import json
+import logging
 import os
 import sqlite3
 import stat
@@ -31,6 +32,8 @@ from spotlight.store.ledger.ledger_schema import (
 )
 from spotlight.store.store_errors import LedgerError
 from spotlight_rewards.base.prompts import PromptId
+
+_log = logging.getLogger(__name__)
 
 _BESIDE = ("-journal", "-wal", "-shm")
 """Endings of the files that SQLite opens besides a database."""
@@ -187,6 +190,15 @@ ODD_VALUES = (
 """What values raise that are none of ours, as files of somebody else may hold; subclasses are refusals."""
 
 
+def told_odd(path: Path, error: Exception) -> str:
+    """What to say of values that no run writes; the log gets the traceback, should the fault be ours."""
+    _log.warning("%s cannot be read", path, exc_info=error)
+    return (
+        f"{path}: damaged, or read wrongly ({type(error).__name__}: {error}): the log says where. If others "
+        "wrote to it, restore the ledger and the checkpoints from one copy of the run; else report it."
+    )
+
+
 @contextmanager
 def consistent_reading(connection: sqlite3.Connection) -> Iterator[None]:
     """Read everything in the block from one snapshot. Nests.
@@ -208,7 +220,7 @@ def consistent_reading(connection: sqlite3.Connection) -> Iterator[None]:
     except Exception as error:
         if type(error) not in ODD_VALUES:
             raise
-        raise damaged(path, f"{type(error).__name__}: {error}") from error
+        raise LedgerError(told_odd(path, error)) from error
     finally:
         with suppress(sqlite3.Error):  # which was told
             connection.rollback()

@@ -95,7 +95,7 @@ def compare(
 
 def _named(text: str) -> list[Path]:
     for place in (Path(text), RUNS / text) if "*" in text else ():
-        if found := glob(str(place / "config.yaml")):  # noqa: PTH207 - which takes no pattern from a root
+        if found := glob(str(place / "config.yaml"), recursive=True):  # noqa: PTH207 - which takes no pattern from a root
             return [Path(each).parent for each in sorted(found)]
     return [find_run(text, "light")]
 

@@ -6,10 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from rich.markup import escape
-from rich.progress import Progress
-
-from spotlight_rewards.base.terminal import TextConsole
+from spotlight_rewards.base.terminal import TextConsole, progress_bar
 
 if TYPE_CHECKING:
     from spotlight_plan.search import SearchStep
@@ -32,7 +29,7 @@ class PlanProgress:
         self, console: TextConsole | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._console, self._clock = console or TextConsole(stderr=True), clock
-        self._bar = Progress(console=self._console, transient=True)
+        self._bar = progress_bar(self._console)
         self._task = self._bar.add_task("", total=None)
         self._what = ""
         self._since_s = self._next_s = 0.0
@@ -56,7 +53,7 @@ class PlanProgress:
             # Simulations begin with what is known, whenever that is.
             self._next_s = now_s + FIRST_S if step.what == "ranked" else now_s
         if self._console.is_terminal:
-            self._bar.update(self._task, total=step.of, completed=step.done, description=escape(said(step)))
+            self._bar.update(self._task, total=step.of, completed=step.done, description=said(step))
         elif now_s >= self._next_s and step.best is not None:
             self._next_s = now_s + EVERY_S
             left_s = (now_s - self._since_s) * (step.of - step.done) / step.done if step.done else None

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from spotlight_rewards.base.terminal import TextConsole
+from spotlight_rewards.base.terminal import TextConsole, progress_bar
 from spotlight_rewards.commands.exit_codes import errors_without_traceback, failure
 
 if TYPE_CHECKING:
@@ -191,10 +190,7 @@ class Bar:
     """A progress bar on stderr if it is a terminal; indeterminate without a total. A context manager."""
 
     def __init__(self, total: int | None) -> None:
-        from rich.progress import Progress
-
-        console = TextConsole(stderr=True)
-        self._progress = Progress(console=console, transient=True, disable=not console.is_terminal)
+        self._progress = progress_bar(TextConsole(stderr=True))
         self._task = self._progress.add_task("simulating", total=total)
 
     def __enter__(self) -> Bar:
@@ -206,7 +202,7 @@ class Bar:
 
     def done(self, name: str) -> None:
         """Count one finished simulation."""
-        self._progress.update(self._task, advance=1, description=escape(f"simulated {name}"))
+        self._progress.update(self._task, advance=1, description=f"simulated {name}")
 
 
 def _list() -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from spotlight_rewards.base.file_errors import is_there, storage_errors
 from spotlight_rewards.geneval.mask2former import UNREAD
 from spotlight_rewards.geneval.vocabulary import OBJECTS
 from spotlight_rewards.models.pretrained_model import converted_state, first_line
@@ -102,7 +103,7 @@ def convert_checkpoint(checkpoint: Path, out: Path) -> tuple[str, int]:
         RewardSetupError: no such checkpoint, a damaged one, or one whose weights do not map one to one;
             ``out`` is not empty.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if is_there(out) and (not out.is_dir() or any(out.iterdir())):
         raise RewardSetupError(f"{out} is not empty; expected a new directory. Name another, or remove it.")
     state, origin = read_checkpoint(checkpoint)
     try:
@@ -110,8 +111,9 @@ def convert_checkpoint(checkpoint: Path, out: Path) -> tuple[str, int]:
     except RewardSetupError as error:
         raise RewardSetupError(f"{checkpoint}: {error}") from error
     model.config.converted_from = origin
-    out.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(out)
+    with storage_errors("cannot write the detector", out):
+        out.mkdir(parents=True, exist_ok=True)
+        model.save_pretrained(out)
     return origin, len(state)
 
 
