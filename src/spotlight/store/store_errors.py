@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import shutil
 from pathlib import Path
 
@@ -38,3 +40,19 @@ def require_free_bytes(path: Path, needed_bytes: int) -> None:
             f"{size(needed_bytes - usage.free)} too little. "
             "Free some space, keep fewer checkpoints, or put the run on another disk."
         )
+
+
+ODD_VALUES = (
+    *(ValueError, json.JSONDecodeError, UnicodeDecodeError, RecursionError, TypeError, AttributeError),
+    *(KeyError, IndexError, OverflowError, ZeroDivisionError),
+)
+"""What values raise that are none of ours, as files of somebody else may hold; subclasses are refusals."""
+
+
+def told_odd(path: Path, error: Exception) -> str:
+    """What to say of values that no run writes; the log gets the traceback, should the fault be ours."""
+    logging.getLogger(__name__).warning("%s cannot be read", path, exc_info=error)
+    return (
+        f"{path}: damaged, or read wrongly ({type(error).__name__}: {error}): the log says where. If others "
+        "wrote to it, restore the ledger and the checkpoints from one copy of the run; else report it."
+    )

@@ -17,9 +17,9 @@ from sqlite3 import Connection
 
 import yaml
 
-from spotlight.store.ledger.ledger_queries import ODD_VALUES, open_readonly, told_odd
+from spotlight.store.ledger.ledger_queries import open_readonly
 from spotlight.store.run_directory import RunPaths
-from spotlight.store.store_errors import LedgerError
+from spotlight.store.store_errors import ODD_VALUES, LedgerError, told_odd
 from spotlight_dashboard.figures import finite
 from spotlight_rewards.ballots import VOTES_FOLDER
 from spotlight_rewards.base.file_errors import StoreError

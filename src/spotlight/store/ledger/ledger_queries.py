@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import heapq
 import json
-import logging
 import os
 import sqlite3
 import stat
@@ -30,10 +29,8 @@ from spotlight.store.ledger.ledger_schema import (
     Ending,
     Incident,
 )
-from spotlight.store.store_errors import LedgerError
+from spotlight.store.store_errors import ODD_VALUES, LedgerError, told_odd
 from spotlight_rewards.base.prompts import PromptId
-
-_log = logging.getLogger(__name__)
 
 _BESIDE = ("-journal", "-wal", "-shm")
 """Endings of the files that SQLite opens besides a database."""
@@ -181,22 +178,6 @@ def check_identity(connection: sqlite3.Connection, path: Path) -> int:
             "Use the version that made it, or start a run of another name."
         )
     return version
-
-
-ODD_VALUES = (
-    *(ValueError, json.JSONDecodeError, UnicodeDecodeError, RecursionError, TypeError, AttributeError),
-    *(KeyError, IndexError, OverflowError, ZeroDivisionError),
-)
-"""What values raise that are none of ours, as files of somebody else may hold; subclasses are refusals."""
-
-
-def told_odd(path: Path, error: Exception) -> str:
-    """What to say of values that no run writes; the log gets the traceback, should the fault be ours."""
-    _log.warning("%s cannot be read", path, exc_info=error)
-    return (
-        f"{path}: damaged, or read wrongly ({type(error).__name__}: {error}): the log says where. If others "
-        "wrote to it, restore the ledger and the checkpoints from one copy of the run; else report it."
-    )
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from spotlight.store.ledger.ledger_schema import Incident
 from spotlight.store.metrics import JUDGED, STDERR
 from spotlight.store.run_directory import flatten
 from spotlight.store.run_estimate import read_estimate
+from spotlight.store.store_errors import ODD_VALUES
 from spotlight_dashboard.figures import Json, finite
 from spotlight_dashboard.metric_names import LOSS
 from spotlight_dashboard.run_folders import READ_S, RunFolder, Settings
@@ -37,7 +38,7 @@ RECENT = 20
 _REMEMBERED = 60
 SILENT = "does not answer"
 """The state of a run that cannot be read in time."""
-UNREADABLE = (StoreError, Error, OSError, *queries.ODD_VALUES)
+UNREADABLE = (StoreError, Error, OSError, *ODD_VALUES)
 """What reading a directory that is damaged, or no run's, may raise."""
 
 
