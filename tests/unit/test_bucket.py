@@ -443,6 +443,24 @@ def test_a_reader_brings_what_it_needs_and_follows_the_run(
     assert (checkpoint / "weights").exists()
 
 
+@pytest.mark.parametrize(
+    "index", ["[]", "5", '{"config.yaml": 5}', "[" * 100_000, '{"OUTSIDE": []}', f'{{"{"a" * 5000}": []}}']
+)
+def test_a_readers_damaged_index_is_made_again_and_leads_nowhere_else(
+    head: Head, objects: Objects, tmp_path: Path, index: str
+) -> None:
+    head.begin()
+    head.replicator.sync()
+    copy = ReadCopy(tmp_path / "two", "demo", objects)
+    assert copy.renew(is_light)
+    (outside := tmp_path / "outside").write_text("another's")
+    (copy.run.parent / ".demo.files").write_text(index.replace("OUTSIDE", str(outside)))
+    (copy.run / "config.yaml").write_text("of before")
+    assert copy.renew(is_light)
+    assert (copy.run / "config.yaml").read_text() == (head.run / "config.yaml").read_text()
+    assert outside.exists()
+
+
 def test_a_reader_keeps_others_of_its_machine_from_the_copy(
     head: Head, objects: Objects, tmp_path: Path
 ) -> None:

@@ -95,7 +95,7 @@ class TrainedRun:
             ModelError: the model is missing, the run has no such weights, or it trained what to quantise.
         """
         paths = RunPaths(directory)
-        if not paths.config.exists():
+        if not paths.config.is_file():
             raise StoreError(
                 f"{directory}: not a run directory (no {paths.config.name}); see `spotlight runs`."
             )
