@@ -314,7 +314,7 @@ def test_the_page_runs_no_script_but_its_own(client: TestClient) -> None:
 
 
 def test_the_report_holds_the_run_and_asks_for_nothing(places: Path, tmp_path: Path) -> None:
-    target = tmp_path / "wild.html"
+    target = tmp_path / "made" / "wild.html"
     result = CliRunner().invoke(cli, ["report", str(places / "wild"), "--html", str(target)])
     assert result.exit_code == 0, result.output
     html = target.read_text()
@@ -512,7 +512,10 @@ def test_the_command_refuses_what_it_cannot_serve_safely(places: Path, tmp_path:
         assert result.exit_code == 2
         assert all(word in result.stderr for word in words), result.stderr
     result = runner.invoke(cli, ["report", str(places / "wild"), "--html", "."])
-    assert (result.exit_code, "cannot write the page: ." in result.stderr) == (2, True)
+    assert (result.exit_code, "FILE: found .; expected a place for it" in result.stderr) == (2, True)
+    (device := tmp_path / "device").symlink_to("/dev/null")
+    result = runner.invoke(cli, ["report", str(places / "wild"), "--html", str(device)])
+    assert (result.exit_code, device.is_symlink()) == (0, True)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         result = runner.invoke(cli, ["dashboard", str(places), "--port", str(taken.getsockname()[1])])
     assert result.exit_code == 2
