@@ -8,6 +8,7 @@ Not simulated: streams, graphs, memory, and kernels but Triton's with ``TRITON_I
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -55,6 +56,9 @@ class GpuTensor(torch.Tensor):
     device = property(lambda self: GPU)
     is_cuda = property(lambda self: True)
     is_cpu = property(lambda self: False)
+
+    def __repr__(self, **kwargs: object) -> str:
+        return f"{type(self).__name__}({self.on_cpu})"
 
     def get_device(self) -> int:
         return 0
@@ -238,7 +242,7 @@ class _Generator(torch.Generator):
 
 
 class _Idle:
-    """A stream, an event or a context, in which nothing waits."""
+    """A stream or a context, in which nothing waits."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -249,6 +253,14 @@ class _Idle:
         return self
 
     def __exit__(self, *error: object) -> None: ...
+
+
+class _Event(_Idle):
+    def record(self, stream: object = None) -> None:
+        self._at_s = time.perf_counter()
+
+    def elapsed_time(self, end: _Event) -> float:
+        return 1e3 * (end._at_s - self._at_s)
 
 
 def _returns(value: object) -> Callable[..., Any]:
@@ -263,14 +275,17 @@ _OF_CUDA: dict[str, Any] = {
     **{name: _returns(True) for name in ("is_available", "is_initialized", "is_bf16_supported")},
     **{name: _returns(None) for name in ("set_device", "synchronize", "empty_cache", "_lazy_init")},
     **{name: _returns(0) for name in ("current_device", "memory_allocated", "max_memory_allocated")},
-    **dict.fromkeys(("Stream", "Event", "stream", "device"), _Idle),
+    **dict.fromkeys(("Stream", "stream", "device"), _Idle),
+    "Event": _Event,
     "current_stream": _Idle,
     "reset_peak_memory_stats": _returns(None),
     "device_count": _returns(1),
     "mem_get_info": _returns((TOTAL_BYTES, TOTAL_BYTES)),
     "get_device_name": _returns("a simulated GPU"),
     "get_device_capability": _returns((9, 0)),
-    "get_device_properties": _returns(SimpleNamespace(name="a simulated GPU", total_memory=TOTAL_BYTES)),
+    "get_device_properties": _returns(
+        SimpleNamespace(name="a simulated GPU", total_memory=TOTAL_BYTES, major=9, minor=0)
+    ),
 }
 
 
