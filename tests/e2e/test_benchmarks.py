@@ -106,12 +106,12 @@ def test_cheaper_previews_are_ranked_against_whole_rollouts(
     assert any(tau != 1.0 for tau in rows["2 steps"]["tau"])
 
 
-@pytest.mark.slow  # four iterations of the testbed
+@pytest.mark.slow  # six iterations of the testbed
 def test_kept_previews_are_compared_with_those_made_again(tmp_path: Path) -> None:
     path = tmp_path / "kept.json"
-    kept_previews.main(prompts=2, group=2, previews=4, steps=2, iterations=2, rounds=1, json=path)
+    kept_previews.main(prompts=2, group=2, previews=4, steps=2, iterations=3, rounds=1, json=path)
     found = json.loads(path.read_text())["iterations"]
-    assert {name: len(rows) for name, rows in found.items()} == dict.fromkeys(kept_previews.KEEPS, 1)
+    assert {name: len(rows) for name, rows in found.items()} == dict.fromkeys(kept_previews.KEEPS, 2)
 
 
 @pytest.mark.slow  # that both draw the same is test_qwen_image_pipeline.py's
