@@ -108,11 +108,11 @@ def test_a_run_without_a_name_has_that_of_its_file_or_preset(tmp_path: Path) -> 
 
 def test_overriding_a_field_keeps_the_other_defaults_of_that_place() -> None:
     default = load_config(None)
-    changed = load_config(None, ["algorithm.advantage.clip=4", "rollout.sde_window.size=2"])
+    changed = load_config(None, ["algorithm.advantage.clip=4", "rollout.sde_window.kind=random"])
     assert changed.algorithm.name == default.algorithm.name
     expected = flatten(default.model_dump(mode="json")) | {
         "algorithm.advantage.clip": 4.0,
-        "rollout.sde_window.size": 2,
+        "rollout.sde_window.kind": "random",
     }
     assert flatten(changed.model_dump(mode="json")) == expected
 

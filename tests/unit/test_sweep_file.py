@@ -61,6 +61,14 @@ def test_cases_change_together(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_the_runs_of_a_stage_are_called_what_training_calls_them(tmp_path: Path) -> None:
+    (tmp_path / "chain.yaml").write_text("stages: {one: {iterations: 3}, two: {iterations: 3}}\n")
+    (run,) = runs(
+        tmp_path, f"config: {tmp_path / 'chain.yaml'}\nset: {{stage: two}}\ngrid: {{run_seed: [0]}}"
+    )
+    assert run.name == load_config(*split_arguments(run.arguments)).name == "rates-run_seed-0-two"
+
+
 def test_names_stay_apart_whatever_the_settings_are(tmp_path: Path) -> None:
     text = "grid: {rewards: [[{name: blue}], [{name: red}]], data.tags: [[a b], [a_b]], name_: ['%s']}"
     found = [run.name for run in runs(tmp_path, text % ("x" * 300))]

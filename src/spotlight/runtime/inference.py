@@ -156,7 +156,8 @@ class TrainedRun:
 
         Raises:
             ValueError: ``prompts`` and ``seeds`` differ in length.
-            ModelError: the model ignores ``guidance``, or has another number of steps; pictures not finite.
+            ModelError: ``guidance`` is no scale, or the model ignores it, or has another number of steps;
+                pictures not finite.
         """
         rollouts = [
             self._rollout(f"g{index:06d}", Prompt(PromptId(text), text, {}), seed, steps)

@@ -119,7 +119,8 @@ def sweep_run(sweep: SweepFile, settings: Settings) -> SweepRun:
     # The algorithm first: its other keys start from its own defaults when it changes.
     keys = sorted(given, key=lambda key: key != "algorithm.name")
     overrides = [f"{key}={json.dumps(given[key])}" for key in keys]
-    return SweepRun(name, settings, sweep.config, (*overrides, f"name={name}"))
+    named = f"{name}-{given['stage']}" if "stage" in given else name
+    return SweepRun(named, settings, sweep.config, (*overrides, f"name={name}"))
 
 
 def corners(sweep: SweepFile) -> Iterator[SweepRun]:
