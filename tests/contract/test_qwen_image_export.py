@@ -219,6 +219,10 @@ def test_an_earlier_pipeline_gives_way_where_that_is_asked_for(family: QwenImage
     assert torch.equal(again.transformer.state_dict()["proj_out.weight"], state["proj_out.weight"])
     assert not (merged / "of the earlier one").exists()
     assert sorted(path.name for path in tmp_path.iterdir() if "merged" in path.name) == ["merged"]
+    merged.rename(tmp_path / ".merged.replaced")  # killed between the two renames
+    (tmp_path / ".merged.partial").mkdir()
+    assert save_merged(family, merged, state) == merged
+    assert sorted(path.name for path in tmp_path.iterdir() if "merged" in path.name) == ["merged"]
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "mine.txt").touch()
     with pytest.raises(ModelError, match=r"notes exists and is not empty"):

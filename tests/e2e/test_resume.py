@@ -100,9 +100,9 @@ def test_killed_at_any_moment_a_resumed_run_equals_the_uninterrupted_one(
 @pytest.mark.parametrize(
     ("moment", "every", "then"),
     [
-        (At("work rollout", 5, signal.SIGTERM), 9, "the checkpoint that iteration 1 begins with is written"),
-        (At("work training", 2, signal.SIGTERM), 9, "the checkpoint that iteration 1 begins with is written"),
-        (At("work training", 2, signal.SIGTERM), 1, "a resumed run begins iteration 1 again"),
+        (At("work rollout", 5, signal.SIGTERM), 9, "the checkpoint that iteration 2 begins with is written"),
+        (At("work training", 2, signal.SIGTERM), 9, "the checkpoint that iteration 2 begins with is written"),
+        (At("work training", 2, signal.SIGTERM), 1, "a resumed run begins iteration 2 again"),
     ],
     ids=["rollout", "training", "nothing-to-save"],
 )

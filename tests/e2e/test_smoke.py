@@ -149,6 +149,7 @@ def test_a_stages_smoke_run_begins_again(tmp_path: Path, capsys: pytest.CaptureF
     (tmp_path / "chain.yaml").write_text("stages: {one: {iterations: 3}, two: {iterations: 3}}\n")
     given = [str(tmp_path / "chain.yaml"), "stage=two", f"runs_dir={tmp_path}", f"cache_dir={tmp_path}"]
     before, _ = _configured(given, None, vote=False, fit=None, smoke=True)
+    assert before.name == "chain-smoke-two"
     assert f"Smoke run {before.name}: " in capsys.readouterr().out
     (tmp_path / before.name).mkdir()
     again, _ = _configured(given, None, vote=False, fit=None, smoke=True)

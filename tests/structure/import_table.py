@@ -160,11 +160,9 @@ INNER_ROOMS: dict[str, dict[str, set[str]]] = {
             "scenarios",
             "strategy_runs",
         },
-        "output_files": set(),
         "sweep_file": set(),
         "launch_files": {
             "candidates",
-            "output_files",
             "scenarios",
         },
         "explanation": {

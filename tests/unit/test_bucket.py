@@ -25,7 +25,7 @@ from spotlight.store.manifest import CheckpointHeader
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.run_store import stored_runs
 from spotlight.store.store_errors import RunInUseError
-from spotlight_bucket import bucket_runs, replicator
+from spotlight_bucket import bucket_runs, replicator, snapshots
 from spotlight_bucket.bucket_objects import BucketError, Objects, Version, _in_words
 from spotlight_bucket.bucket_runs import BUCKET_RUNS
 from spotlight_bucket.lease import HEAD, claim, holder_of
@@ -39,6 +39,7 @@ from spotlight_bucket.snapshots import (
     RunSnapshot,
     name_of,
     newest_snapshot,
+    render,
     take_over,
 )
 from spotlight_rewards.base.file_errors import StoreError
@@ -217,6 +218,20 @@ def test_a_snapshot_whose_answer_was_lost_fences_nobody(tmp_path: Path) -> None:
     assert newest is not None
     assert newest == head.replicator.newest
     assert "metrics.jsonl" in newest.files
+
+
+def test_a_snapshot_that_nobody_could_read_is_not_written(
+    head: Head, objects: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head.begin()
+    assert head.replicator.sync()
+    monkeypatch.setattr(snapshots, "_SNAPSHOT_BYTES_MAX", len(render(head.replicator.newest)) + 100)
+    before = newest_snapshot(objects)
+    for index in range(9):
+        (head.run / f"note-{index}").write_text(str(index))
+    with pytest.raises(BucketError, match="or nobody could read it"):
+        head.replicator.sync()
+    assert newest_snapshot(objects) == before
 
 
 def test_a_head_renews_its_lease_while_it_brings_a_run_and_while_it_sends_the_end(
@@ -441,6 +456,24 @@ def test_a_reader_brings_what_it_needs_and_follows_the_run(
     copy.renew(is_light)
     assert not (copy.run / "summary.json").exists()
     assert (checkpoint / "weights").exists()
+
+
+@pytest.mark.parametrize(
+    "index", ["[]", "5", '{"config.yaml": 5}', "[" * 100_000, '{"OUTSIDE": []}', f'{{"{"a" * 5000}": []}}']
+)
+def test_a_readers_damaged_index_is_made_again_and_leads_nowhere_else(
+    head: Head, objects: Objects, tmp_path: Path, index: str
+) -> None:
+    head.begin()
+    head.replicator.sync()
+    copy = ReadCopy(tmp_path / "two", "demo", objects)
+    assert copy.renew(is_light)
+    (outside := tmp_path / "outside").write_text("another's")
+    (copy.run.parent / ".demo.files").write_text(index.replace("OUTSIDE", str(outside)))
+    (copy.run / "config.yaml").write_text("of before")
+    assert copy.renew(is_light)
+    assert (copy.run / "config.yaml").read_text() == (head.run / "config.yaml").read_text()
+    assert outside.exists()
 
 
 def test_a_reader_keeps_others_of_its_machine_from_the_copy(

@@ -12,8 +12,12 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from spotlight.cli.main import app
-from spotlight_plan.output_files import require_place, write_file
+from spotlight_plan.commands.simulate_command import print_table, wide_console
+from spotlight_plan.pages.comparison_summary import TableLine
+from spotlight_plan.pages.plan_page import COLUMNS
 from spotlight_rewards.base.errors import ConfigError, Problem
+from spotlight_rewards.base.output_files import require_place, write_file
+from spotlight_rewards.base.terminal import TextConsole
 
 SMALL = (
     "workload.prompts=8",
@@ -114,6 +118,22 @@ def test_chosen_strategies_and_a_trace_of_the_command_line(tmp_path: Path) -> No
     assert f"{path}, notices 30 s ahead" in said
     assert "all_on_demand" not in said
     assert "Spot nodes over the" in said
+
+
+def test_a_narrow_terminal_cuts_no_figure(capsys: pytest.CaptureFixture[str]) -> None:
+    columns, cells = ["", "reserved_only", "spotlight"], ("174.78-203.13", "0.376  37.4%")
+    print_table(TextConsole(width=24), columns, [TableLine("cost per iteration", cells)])
+    shown = "".join(capsys.readouterr().out.split())
+    assert sorted(shown) == sorted("".join([*columns, "cost per iteration", *cells]).replace(" ", ""))
+
+
+def test_a_pipe_gets_the_whole_table_on_lines_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = (
+        "8 learner H100 (1 x p5.48xlarge, aws) + 8 spot H100 (1 x p5.48xlarge, aws), all_spot+gap+tag+subset"
+    )
+    cells = (cluster, "2.53 h", "2.40-2.68 h", "$66.39", "$65.10-66.98", "77 s", "-")
+    print_table(wide_console(), ["", *COLUMNS[1:]], [TableLine("*", cells)])
+    assert flat(capsys.readouterr().out).endswith(" ".join(("*", *cells)))
 
 
 def test_the_shipped_scenarios_are_listed() -> None:
@@ -218,8 +238,11 @@ def test_planning_says_when_nothing_meets_the_goal() -> None:
             ("simulate", "paper-512", "cluster.reserved.nodes=0"),
             ("cluster.reserved.nodes", "rent at least one"),
         ),
-        (("plan", "paper-512"), ("exactly one, above 0", "--deadline-h 24")),
-        (("plan", "paper-512", "--deadline-h", "1", "--budget-usd", "1"), ("exactly one",)),
+        (("plan", "paper-512"), ("found neither", "exactly one, above 0", "--deadline-h 24")),
+        (
+            ("plan", "paper-512", "--deadline-h", "1", "--budget-usd", "2"),
+            ("found 1.0 and 2.0", "exactly one"),
+        ),
         (("plan", "paper-512", "--deadline-h", "-1"), ("exactly one, above 0",)),
         (("plan", "paper-512", "--deadline-h", "1", "--json", "/"), ("It is a folder: name a file in it",)),
         (

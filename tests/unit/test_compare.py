@@ -141,7 +141,7 @@ def test_a_table_says_what_was_reached_when_and_what_differs(runs: Path) -> None
 @pytest.mark.parametrize("axis", ["iteration", "samples", "hours", "usd"])
 def test_files_hold_what_the_screen_shows(runs: Path, tmp_path: Path, axis: str) -> None:
     names = [str(runs / name) for name in ("a-0", "b-0")]
-    files = {kind: tmp_path / f"x.{kind}" for kind in ("json", "csv", "svg")}
+    files = {kind: tmp_path / "made" / f"x.{kind}" for kind in ("json", "csv", "svg")}
     compare(
         *names, "--by", axis, "--target", "0.1",
         "--json", str(files["json"]), "--csv", str(files["csv"]), "--chart", str(files["svg"]),
@@ -178,9 +178,9 @@ def test_a_picture_is_drawn(runs: Path, tmp_path: Path) -> None:
         (["--curve", "nothing/such"], "Every run needs two points of 'nothing/such', but a-0 has 0"),
         (["--by", "moons"], "'moons' is not one of"),
         (["--target", "nan"], "nan is no score"),
-        (["--csv", "/nowhere/x.csv"], "cannot write the comparison: /nowhere/x.csv"),
-        (["--json", "/nowhere/x.json"], "cannot write the comparison: /nowhere/x.json"),
-        (["--chart", "/nowhere/x.svg"], "cannot write the chart: /nowhere/x.svg"),
+        (["--csv", "/dev/null/x.csv"], "FILE: found /dev/null/x.csv; expected a place for it"),
+        (["--json", "/dev/null/x.json"], "FILE: found /dev/null/x.json; expected a place for it"),
+        (["--chart", "/dev/null/x.svg"], "FILE: found /dev/null/x.svg; expected a place for it"),
         (["a**/b"], "'a**/b' is no run directory"),
     ],
 )

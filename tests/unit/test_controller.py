@@ -414,7 +414,7 @@ def test_a_run_without_nodes_stops_at_once() -> None:
     run = Run(dataclasses.replace(PLAN, checkpoint_every=9))
     run.feed(ev.NodeLost(NODE.id))
     assert run.feed(ev.StopRequested())[-1] == FinishRun(None, stopped=True)
-    assert stop_note(run.controller) == "a resumed run begins iteration 0 again"
+    assert stop_note(run.controller) == "a resumed run begins iteration 1 again"
 
 
 def test_before_the_learner_is_up_a_run_stops_at_once() -> None:
@@ -428,7 +428,7 @@ def test_a_lost_learner_ends_a_run_that_is_to_stop() -> None:
     assert (
         run.feed(ev.StopRequested()) == []
     )  # the step is under way, and the iteration is trained to its end
-    assert stop_note(run.controller).startswith("iteration 0 is trained to its end first")
+    assert stop_note(run.controller).startswith("iteration 1 is trained to its end first")
     for event in run.answers(step):
         run.feed(event)
     assert run.feed(ev.LearnerLost("frozen"))[-1] == FinishRun(None, stopped=True)

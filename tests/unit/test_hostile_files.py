@@ -28,6 +28,7 @@ from typer.testing import CliRunner
 
 from spotlight.cli.main import app
 from spotlight.models.slots import CopySlots
+from spotlight.runtime.attempt import _attempt_log
 from spotlight.store.checkpoints import CheckpointStore
 from spotlight.store.images import read_tile_note
 from spotlight.store.ledger.history import AttemptRecord, read_history, state_of
@@ -49,13 +50,16 @@ from spotlight.store.run_summary import read_summary
 from spotlight.store.shown_media import FRAMES_MAX, shown_media
 from spotlight.store.store_errors import DamagedCheckpointError, LedgerError
 from spotlight.training.learner_state import INDEX, StateError, load_weights
+from spotlight_bucket.run_files import pointer_of
 from spotlight_dashboard.report_pictures import embedded
 from spotlight_files.lora_file import read_lora
 from spotlight_files.model_errors import ModelError
 from spotlight_files.pipeline_files import check_weights, read_json, weight_files
 from spotlight_fleet.traces.trace import TraceError
 from spotlight_fleet.traces.trace_files import parse_trace
+from spotlight_rewards.ballots import BallotBox
 from spotlight_rewards.base.file_errors import StoreError
+from spotlight_rewards.base.files import lasting_id
 from spotlight_rewards.base.media_files import open_picture, read_media
 from spotlight_rewards.base.picture_page import picture_of
 from spotlight_rewards.base.terminal import printable
@@ -211,6 +215,34 @@ def test_what_is_in_the_place_of_a_runs_own_files_is_named_and_not_waited_for(
             read()
     with pytest.raises(StoreError, match=r"summary\.json: not a summary of a run"):
         read_summary(tmp_path / "summary.json")
+
+
+def _vote(run: Path) -> None:
+    os.mkfifo(run / f"{'0' * 64}.json")
+    BallotBox(run).vote_on("0" * 64)
+
+
+def _attempt(run: Path) -> None:
+    os.mkfifo(run / "001.log")
+    with _attempt_log(run / "001.log"):
+        pass
+
+
+def _lasting(run: Path) -> None:
+    os.mkfifo(run / "wandb-id")
+    lasting_id(run / "wandb-id")
+
+
+def _pointer(run: Path) -> None:
+    (run / "checkpoints").mkdir()
+    os.mkfifo(run / "checkpoints" / "latest")
+    pointer_of(run)
+
+
+@pytest.mark.parametrize("read", [_vote, _attempt, _lasting, _pointer])
+def test_a_pipe_in_a_run_is_an_error_and_not_waited_for(read: Callable[[Path], None], tmp_path: Path) -> None:
+    with pytest.raises((StoreError, OSError), match="not a regular file"):
+        read(tmp_path)
 
 
 def test_weights_that_are_no_file_are_refused_and_not_waited_for(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from huggingface_hub import snapshot_download
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
+from tests.power_cut import watched
 
 from spotlight_files.hub_list import asked_hub, cached_list
 from spotlight_files.hub_snapshot import (
@@ -126,6 +127,16 @@ def test_what_arrives_is_what_the_hubs_own_code_finds(there: Path, here: Path) -
     assert fetch(here, again) == COMMIT
     assert again.sent == 0, "all of it was here"
     assert Near(here).offer(WANTED) == Near(there).offer(WANTED), "and it can go on to the next node"
+
+
+def test_after_a_power_cut_no_file_is_called_by_what_it_does_not_hold(there: Path, here: Path) -> None:
+    here.mkdir()
+    with watched(here) as disk:
+        assert fetch(here, Near(there)) == COMMIT
+    left = {(Path(name), data) for tree in disk.left for name, data in tree if data is not None}
+    blobs = [(path.name, data) for path, data in left if path.parent.name == "blobs" and not path.suffix]
+    assert blobs
+    assert all(name == name_of(data, large=len(name) == 64) for name, data in blobs)
 
 
 def test_a_node_with_a_part_of_it_is_no_source(there: Path, here: Path) -> None:

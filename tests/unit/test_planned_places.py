@@ -288,8 +288,7 @@ def test_launch_files_are_what_schedulers_take(
     )
     others = 0 if strategy == "reserved_only" else 3
     one = Candidate(strategy, fixed, coming if others else fixed, nodes, others)
-    pricing = prepared_for(file, one, 2, NOW, QUOTES).pricing
-    settings = launch_settings(file, one, pricing, CONFIG)
+    settings = launch_settings(file, one, prepared_for(file, one, 2, NOW, QUOTES), CONFIG)
     made = launch_files(one, read_templates(), "examples/qwen-image-nft.yaml", settings)
     tasks = {name: yaml.safe_load(text) for name, text in made.items() if name.startswith("skypilot")}
     for task in tasks.values():
@@ -355,8 +354,7 @@ def started(strategy: str, *overrides: str, config: str = CONFIG) -> RunConfig:
     """What the launch files of an answer would run."""
     file = small("cluster.spot.usd_gpu_h_on_demand=7", "workload.prompts=32", *overrides)
     one = Candidate(strategy, MACHINES[0], MACHINES[0], 1, 3)
-    pricing = prepared_for(file, one, 2, NOW, QUOTES).pricing
-    words = launch_settings(file, one, pricing, config).split()
+    words = launch_settings(file, one, prepared_for(file, one, 2, NOW, QUOTES), config).split()
     return load_config(Path(config), ["fleet.driver=ray", "fleet.address=auto", *words])
 
 
@@ -381,6 +379,24 @@ def test_the_workload_that_was_simulated_is_started() -> None:
     assert plain.evaluation.count(plain.iterations) == 0
 
 
+def test_passes_beside_a_worker_are_as_simulated_where_the_run_leaves_them_no_memory(tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    text = Path(CONFIG).read_text(encoding="utf-8")
+    assert "recompute: auto" in text
+    for strategy, asked, per_pass in (
+        ("all_spot+tag", 2, 1),
+        ("all_spot+tsp+tag", 2, 2),
+        ("all_spot+tsp+tag", "null", 1),
+    ):
+        learner = started(strategy, f"workload.timesteps_per_pass={asked}").learner
+        assert (learner.recompute, learner.timesteps_per_pass) == ("blocks", per_pass)
+    own.write_text(
+        text.replace("recompute: auto", "recompute: auto\n  pass_memory_gib: 20"), encoding="utf-8"
+    )
+    learner = started("all_spot+tag", config=str(own)).learner
+    assert (learner.recompute, learner.pass_memory_gib) == ("auto", 20)
+
+
 def test_as_many_pictures_are_evaluated_where_there_are_fewer_prompts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -398,7 +414,7 @@ def test_commands_that_only_the_user_knows_are_placeholders_that_start_nothing(t
     assert (run.fleet.on_demand.after_s, run.fleet.on_demand.back_after_s) == (70, 80)
     file = small("cluster.spot.usd_gpu_h_on_demand=7", "workload.prompts=32")
     one = Candidate(name, MACHINES[0], MACHINES[0], 1, 3)
-    written = write_launch_files(tmp_path, file, one, prepared_for(file, one, 2, NOW, QUOTES).pricing, CONFIG)
+    written = write_launch_files(tmp_path, file, one, prepared_for(file, one, 2, NOW, QUOTES), CONFIG)
     assert written.to_replace == (run.fleet.on_demand.start, run.fleet.on_demand.stop)
     result = subprocess.run(["bash", str(tmp_path / "start.sh")], capture_output=True, text=True, check=False)
     assert result.returncode == 1

@@ -421,6 +421,10 @@ def test_commands_read_the_run(run: RunRecord, monkeypatch: pytest.MonkeyPatch) 
     assert "diffusion-nft" in runner.invoke(app, ["runs", "."], env={"COLUMNS": "100"}).output
     assert "demo" in table
     assert "2/2" in table
+    run.paths.path.rename(long := run.paths.path.with_name("rates-learning_rate-0.0001-run_seed-0"))
+    narrow = runner.invoke(app, ["runs", "."], env={"COLUMNS": "80"}).output
+    assert "".join(line.split(" ")[0] for line in narrow.splitlines()[1:]) == long.name
+    long.rename(run.paths.path)
     assert "finished" in table
     audit = runner.invoke(app, ["audit", "demo"])
     assert "6" in audit.output

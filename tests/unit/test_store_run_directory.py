@@ -35,6 +35,17 @@ def test_a_new_run_gets_its_layout_and_resumes(tmp_path: Path) -> None:
             run.ledger.touch()
 
 
+@pytest.mark.parametrize("name", ["lock", "config.yaml"])
+def test_a_pipe_in_the_place_of_a_runs_file_is_refused_and_not_waited_for(name: str, tmp_path: Path) -> None:
+    RunDirectory.open(tmp_path, "demo", CONFIG).close()
+    (tmp_path / "demo" / name).unlink()
+    os.mkfifo(tmp_path / "demo" / name)
+    with pytest.raises(StoreError, match="not a regular file"):
+        check_run_directory(tmp_path, "demo", CONFIG)
+    with pytest.raises(StoreError, match=r"demo"):
+        RunDirectory.open(tmp_path, "demo", CONFIG)
+
+
 @pytest.mark.parametrize(
     ("text", "mode"),
     [

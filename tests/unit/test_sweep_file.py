@@ -61,6 +61,14 @@ def test_cases_change_together(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_the_runs_of_a_stage_are_called_what_training_calls_them(tmp_path: Path) -> None:
+    (tmp_path / "chain.yaml").write_text("stages: {one: {iterations: 3}, two: {iterations: 3}}\n")
+    (run,) = runs(
+        tmp_path, f"config: {tmp_path / 'chain.yaml'}\nset: {{stage: two}}\ngrid: {{run_seed: [0]}}"
+    )
+    assert run.name == load_config(*split_arguments(run.arguments)).name == "rates-run_seed-0-two"
+
+
 def test_names_stay_apart_whatever_the_settings_are(tmp_path: Path) -> None:
     text = "grid: {rewards: [[{name: blue}], [{name: red}]], data.tags: [[a b], [a_b]], name_: ['%s']}"
     found = [run.name for run in runs(tmp_path, text % ("x" * 300))]
@@ -89,6 +97,7 @@ def test_a_search_is_checked_at_the_ends_of_its_ranges(tmp_path: Path) -> None:
         ("grid: {run_seed: [1, 1]}", "rates-run_seed-1 twice; expected every combination once"),
         ("set: {run_seed: 1}\ngrid: {run_seed: [1, 2]}", "run_seed: found a key that varies"),
         ("grid: {name: [a, b]}", "name: found a key that varies"),
+        ("name: my rates\ngrid: {run_seed: [1]}", "name: found 'my rates'; expected letters.*name: NAME"),
         ("set: {name: x}\ngrid: {run_seed: [1]}", "set.name: found 'x'; expected nothing: runs are named by"),
         ("cases: [{run_seed: 1}]\ngrid: {run_seed: [2]}", "run_seed: found a key of both cases and grid"),
         ("cases: [{a.x: 1}, {b.x: 1}]", "grid: found rates-x-1 for several; expected another name"),

@@ -149,6 +149,7 @@ def test_directories_of_dead_runs_are_removed_and_of_living_ones_not(tmp_path: P
     manifest, data = version(1)
     dead = NodeCache("dead", parent=tmp_path)
     dead.get(manifest, lambda: data)
+    (dead.directory / "of others" / "a").mkdir(parents=True)
     dead.close()  # as the kernel does for a process that dies
     living = NodeCache("living", parent=tmp_path)
     foreign = tmp_path / f"spotlight-{os.getuid()}-notacache"

@@ -65,27 +65,39 @@ def take_stage(tree: dict[str, Any], overrides: Sequence[str], source: str) -> t
     stages = _stages_in(tree, source)
     tree.pop(_STAGES, None)
     others = [each for each in overrides if not each.startswith(_CHOICE)]
-    # Arguments of Python are quoted.
-    chosen = [each.removeprefix(_CHOICE).strip('"') for each in overrides if each.startswith(_CHOICE)]
-    if not stages and not chosen:
+    chosen = _chosen(overrides)
+    if not stages and chosen is None:
         return ChosenStage(), others
     names = list(stages)
     expected = f"one of {', '.join(names)}" if names else "none, since no stages are configured"
-    if not chosen or chosen[-1] not in stages:
-        found = repr(chosen[-1]) if chosen else "nothing"
+    if chosen is None or chosen not in stages:
+        found = "nothing" if chosen is None else repr(chosen)
         remedy = (
-            ("Name one." if names else "Leave it out.")
-            if chosen
-            else f"All, one after another: spotlight train {source}"
+            f"All, one after another: spotlight train {source}"
+            if chosen is None
+            else ("Name one." if names else "Leave it out.")
         )
-        problem = Problem("stage", found, expected, did_you_mean(chosen[-1] if chosen else "", names, remedy))
-        raise ConfigError(source, [problem])
-    at = names.index(chosen[-1])
+        raise ConfigError(
+            source, [Problem("stage", found, expected, did_you_mean(chosen or "", names, remedy))]
+        )
+    at = names.index(chosen)
     # A date is no setting: it is refused as text.
     settings = [f"{key}={json.dumps(value, default=str)}" for key, value in settings_in(stages[names[at]])]
     keys = {key for each in (*settings, *others) for key, _ in settings_in(dict([parse_override(each)]))}
     before = names[at - 1] if at > 0 and _LORA not in keys else None
     return ChosenStage(names[at], before), [*settings, *others]
+
+
+def without_stage(name: str, overrides: Sequence[str]) -> str:
+    """A run's name less its stage's, which a configuration of these overrides adds."""
+    stage = _chosen(overrides)
+    return name if stage is None else name.removesuffix(f"-{stage}")
+
+
+def _chosen(overrides: Sequence[str]) -> str | None:
+    # Arguments of Python are quoted.
+    chosen = [each.removeprefix(_CHOICE).strip('"') for each in overrides if each.startswith(_CHOICE)]
+    return chosen[-1] if chosen else None
 
 
 def _stages_in(tree: Mapping[str, Any], source: str) -> Mapping[str, Mapping[str, Any]]:

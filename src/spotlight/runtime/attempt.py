@@ -45,7 +45,8 @@ from spotlight.store.sinks import open_sinks
 from spotlight.store.store_errors import DamagedCheckpointError, LedgerError
 from spotlight.store.training_pictures import TrainingPictures
 from spotlight.training.sharding import Ranks
-from spotlight_rewards.base.file_errors import StoreError
+from spotlight_rewards.base.file_errors import StoreError, storage_errors
+from spotlight_rewards.base.files import open_regular
 from spotlight_rewards.reward import RewardSetupError, same_scorer
 
 log = logging.getLogger("spotlight")
@@ -292,7 +293,10 @@ class _AttemptLog(logging.FileHandler):
 
 @contextmanager
 def _attempt_log(path: Path) -> Iterator[None]:
-    handler = _AttemptLog(path, encoding="utf-8")
+    with storage_errors("cannot write the log", path):
+        if path.exists():
+            open_regular(path).close()
+        handler = _AttemptLog(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger()
     root.addHandler(handler)

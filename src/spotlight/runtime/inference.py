@@ -95,7 +95,7 @@ class TrainedRun:
             ModelError: the model is missing, the run has no such weights, or it trained what to quantise.
         """
         paths = RunPaths(directory)
-        if not paths.config.exists():
+        if not paths.config.is_file():
             raise StoreError(
                 f"{directory}: not a run directory (no {paths.config.name}); see `spotlight runs`."
             )
@@ -156,7 +156,8 @@ class TrainedRun:
 
         Raises:
             ValueError: ``prompts`` and ``seeds`` differ in length.
-            ModelError: the model ignores ``guidance``, or has another number of steps; pictures not finite.
+            ModelError: ``guidance`` is no scale, or the model ignores it, or has another number of steps;
+                pictures not finite.
         """
         rollouts = [
             self._rollout(f"g{index:06d}", Prompt(PromptId(text), text, {}), seed, steps)

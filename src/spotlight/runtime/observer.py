@@ -44,8 +44,8 @@ def tell_stop(observer: Observer, note: str, *, at_once: bool) -> None:
 
 
 def stop_note(controller: Controller) -> str:
-    """What is left to do, and what is lost, when the run was asked to stop."""
-    iteration = controller.iteration
+    """What is left to do, and what is lost, when the run was asked to stop; iterations count from 1 here."""
+    iteration = controller.iteration + 1
     if controller.stage is Stage.OVER:
         return f"a resumed run begins iteration {iteration} again"
     if not controller.stops_at_once:

@@ -24,6 +24,7 @@ import fcntl
 import os
 import socket
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Protocol, Self, TypeAlias
@@ -33,7 +34,7 @@ import yaml
 from spotlight.store.store_errors import OtherConfigurationError, RunInUseError
 from spotlight_rewards.base.errors import ConfigError
 from spotlight_rewards.base.file_errors import StoreError, storage_error, storage_errors
-from spotlight_rewards.base.files import fsync_path, write_atomically
+from spotlight_rewards.base.files import fsync_path, open_regular, write_atomically
 from spotlight_rewards.base.yaml_tree import parse_yaml
 
 Leaf: TypeAlias = object
@@ -240,18 +241,18 @@ def _require_run_or_nothing(paths: RunPaths) -> None:
 
 def require_unused(lock: Path) -> None:
     """Raise RunInUseError if another process works on the run that has this lock."""
-    try:
-        descriptor = os.open(lock, os.O_RDONLY)
-    except FileNotFoundError:
-        return
-    # Shared, because all ranks look at once.
-    _flock(descriptor, lock, fcntl.LOCK_SH)
-    os.close(descriptor)
+    with suppress(FileNotFoundError), open_regular(lock) as file:
+        # Shared, because all ranks look at once.
+        _flock(file.fileno(), lock, fcntl.LOCK_SH)
 
 
 def _lock(path: Path) -> int:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    _flock(descriptor, path, fcntl.LOCK_EX)
+    try:
+        _flock(descriptor, path, fcntl.LOCK_EX)
+    except BaseException:
+        os.close(descriptor)
+        raise
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     hold(descriptor)
@@ -271,19 +272,15 @@ def let_go(descriptor: int) -> None:
 
 
 def _flock(descriptor: int, path: Path, kind: int) -> None:
-    """Lock without waiting; the descriptor is closed if that fails."""
+    """Lock without waiting."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         holder = os.read(descriptor, 200).decode("utf-8", "replace").strip()
-        os.close(descriptor)
         raise RunInUseError(
             f"{path.parent}: in use by {holder or 'a process that is just starting'}. "
             "Wait for it or stop it, or start this run under another name."
         ) from None
-    except OSError:
-        os.close(descriptor)
-        raise
 
 
 def _require_configuration(paths: RunPaths, config_text: str, terms: Terms | None) -> None:
@@ -318,7 +315,8 @@ def stored_leaves(paths: RunPaths, terms: Terms | None = None) -> dict[str, Leaf
         "started with."
     )
     try:
-        text = paths.config.read_text(encoding="utf-8")
+        with open_regular(paths.config) as file:
+            text = file.read().decode()
         stored = parse_yaml(terms.complete(text) if terms else text)
     except ConfigError as error:
         retired = "".join(f"  {problem.key}: {problem.found}\n" for problem in error.problems)

@@ -25,7 +25,7 @@ from spotlight.store.store_errors import RunInUseError
 from spotlight_bucket.bucket_objects import BucketError, Objects
 from spotlight_bucket.receiving import MissingChunkError, receive
 from spotlight_bucket.run_files import serial_of
-from spotlight_bucket.snapshots import RunSnapshot, StoredFile, newest_snapshot
+from spotlight_bucket.snapshots import RunSnapshot, StoredFile, is_plain, newest_snapshot
 from spotlight_rewards.base.file_errors import size, storage_errors
 from spotlight_rewards.base.files import TEMPORARY_PREFIX, write_atomically
 
@@ -181,11 +181,13 @@ class ReadCopy:
         return self.run.with_name(f".{self.run.name}.files")
 
     def _known(self) -> dict[str, tuple[str, ...]]:
+        """Of a damaged index nothing: then all files are brought again."""
         try:
             found = json.loads(self._index.read_bytes())
-        except (OSError, ValueError):
+            there = ((path, chunks) for path, chunks in found.items() if is_plain(path))
+            return {path: tuple(chunks) for path, chunks in there if (self.run / path).is_file()}
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError):
             return {}
-        return {path: tuple(chunks) for path, chunks in found.items() if (self.run / path).is_file()}
 
     def _remember(self, files: Mapping[str, tuple[str, ...]]) -> None:
         with storage_errors("cannot write", self._index):

@@ -42,7 +42,8 @@ class OpenFile:
 def pointer_of(run: Path) -> bytes:
     """What names the newest checkpoint; empty: there is none."""
     try:
-        return (RunPaths(run).checkpoints / LATEST).read_bytes()
+        with open_regular(RunPaths(run).checkpoints / LATEST) as file:
+            return file.read()
     except FileNotFoundError:
         return b""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Generic, TypeVar
@@ -91,6 +91,15 @@ class _Audit:
 
 
 @dataclass(slots=True)
+class _OfRun:
+    reader: CurveReader
+    headline: _Kept[Json] = field(default_factory=_Kept)
+    figures: _Kept[tuple[RunFigure, ...]] = field(default_factory=_Kept)
+    booked: _Kept[Booked] = field(default_factory=_Kept)
+    audit: _Audit = field(default_factory=_Audit)
+
+
+@dataclass(slots=True)
 class RunAnswers:
     """Answers about runs, each computed once per state of the run's files, for all who ask.
 
@@ -100,11 +109,7 @@ class RunAnswers:
 
     limits: RunLimits = field(default_factory=RunLimits)
     _kept: OrderedDict[tuple[object, ...], _Kept[Json | None]] = field(default_factory=OrderedDict)
-    _headlines: dict[RunFolder, _Kept[Json]] = field(default_factory=dict)
-    _figures: dict[RunFolder, _Kept[tuple[RunFigure, ...]]] = field(default_factory=dict)
-    _booked: dict[RunFolder, _Kept[Booked]] = field(default_factory=dict)
-    _readers: dict[RunFolder, CurveReader] = field(default_factory=dict)
-    _audits: dict[RunFolder, _Audit] = field(default_factory=dict)
+    _runs: dict[RunFolder, _OfRun] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
 
     def answer(self, run: RunFolder, what: str, query: Query) -> Json | None:
@@ -131,37 +136,39 @@ class RunAnswers:
                 return kept.fresh(run, lambda: accounting(run, self.limits))
             return kept.fresh(run, lambda: ANSWERS[what](run, query))
 
+    def forget_others(self, runs: Collection[RunFolder]) -> None:
+        """Keep what is known of these runs: the others are gone."""
+        with self._lock:
+            self._runs = {run: known for run, known in self._runs.items() if run in runs}
+
     def headline(self, run: RunFolder) -> Json:
         """See :func:`.views.overview.headline`."""
-        with self._lock:
-            kept = self._headlines.setdefault(run, _Kept())
-        return kept.fresh(run, lambda: headline(run))
+        return self._of(run).headline.fresh(run, lambda: headline(run))
 
     def figures(self, run: RunFolder) -> tuple[RunFigure, ...]:
         """See :func:`.prometheus.run_figures`. Those of runs that have ended are made once."""
-        with self._lock:
-            kept = self._figures.setdefault(run, _Kept())
+        kept = self._of(run).figures
         return kept.fresh(run, lambda: run_figures(run), besides=self.headline(run)["state"])
 
     def run_curve(self, run: RunFolder, name: str, axis: str) -> RunCurve:
         """See :func:`.views.means.run_curve`."""
-        with self._lock:
-            reader = self._readers.setdefault(run, CurveReader(run))
         with run.values():
             booked = read_booked(run, dollars=axis == "usd")
-            with reader.columns() as columns:
+            with self._of(run).reader.columns() as columns:
                 found = curve(columns, name, booked, ALL_POINTS)
             return run_curve(run.name, run.settings().tree, found, axis)
 
-    def _curves(self, run: RunFolder, what: str, query: Query) -> Json:
+    def _of(self, run: RunFolder) -> _OfRun:
         with self._lock:
-            reader = self._readers.setdefault(run, CurveReader(run))
-            kept = self._booked.setdefault(run, _Kept())
+            return self._runs.setdefault(run, _OfRun(CurveReader(run)))
+
+    def _curves(self, run: RunFolder, what: str, query: Query) -> Json:
+        known = self._of(run)
         if what == "metrics":
-            with reader.columns() as columns:
+            with known.reader.columns() as columns:
                 return curve_names(columns)
-        booked = kept.fresh(run, lambda: read_booked(run))
-        with reader.columns() as columns:
+        booked = known.booked.fresh(run, lambda: read_booked(run))
+        with known.reader.columns() as columns:
             return curve(columns, query.get("name", ""), booked)
 
     def _audit(self, run: RunFolder, *, asked: bool) -> Json:
@@ -169,8 +176,7 @@ class RunAnswers:
 
         While one is made, others get the one before, or ``running``, at once.
         """
-        with self._lock:
-            newest = self._audits.setdefault(run, _Audit())
+        newest = self._of(run).audit
         if not newest.lock.acquire(blocking=False):
             return newest.answer or {"ok": None, "running": True}
         try:

@@ -108,6 +108,7 @@ def _add_page(app: FastAPI) -> None:
 def _add_answers(app: FastAPI, shown: ShownRuns, answers: RunAnswers) -> None:
     @app.get("/api/runs")
     async def runs() -> Response:
+        answers.forget_others((await shown.look()).values())
         found = await shown.each("headline", answers.headline)
         lines = [each or silent_headline(name) for name, each in found.items()]
         places = [str(place) for place in shown.places]
@@ -127,6 +128,7 @@ def _add_answers(app: FastAPI, shown: ShownRuns, answers: RunAnswers) -> None:
 
     @app.get("/metrics")
     async def metrics() -> Response:
+        answers.forget_others((await shown.look()).values())
         found = await shown.each("figures", answers.figures)
         shown_figures = {name: SILENT_FIGURES if each is None else each for name, each in found.items()}
         return Response(exposition(shown_figures), headers={"Content-Type": CONTENT_TYPE})

@@ -13,8 +13,7 @@ from spotlight_dashboard.page_files import PAGE_FILES, page_file, plotly_file
 from spotlight_dashboard.report_pictures import PictureBudget
 from spotlight_dashboard.run_folders import RunFolder
 from spotlight_dashboard.views.overview import headline
-from spotlight_rewards.base.file_errors import storage_errors
-from spotlight_rewards.base.files import write_atomically
+from spotlight_rewards.base.output_files import require_place, write_file
 
 _EVALUATIONS_MAX, _TRAINED_MAX, _TRAINED_SHARE = 12, 6, 0.05
 _CURVES_MAX = 300
@@ -32,11 +31,11 @@ def write_page(run: RunFolder, target: Path) -> None:
     """Write the run's page.
 
     Raises:
-        StoreError: the run cannot be read, the file cannot be written, or Plotly's package is missing.
+        StoreError: the run cannot be read, or Plotly's package is missing.
+        ConfigError: the file cannot be written.
     """
-    content = single_page(run).encode()
-    with storage_errors("cannot write the page", target):
-        write_atomically(target, content)
+    require_place(target)
+    write_file(target, single_page(run))
 
 
 def single_page(run: RunFolder) -> str:

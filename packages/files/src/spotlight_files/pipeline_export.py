@@ -133,7 +133,6 @@ def save_merged(
                 shutil.copytree(files.folder(name), partial / name)
         fsync_tree(partial)
         _put_in_place(partial, directory)
-        fsync_path(directory.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return directory
@@ -148,14 +147,13 @@ def _require_place(directory: Path, *, replace: bool) -> None:
 
 
 def _put_in_place(partial: Path, directory: Path) -> None:
-    """Rename a complete directory, to the name of one that it replaces."""
-    if not directory.exists():
-        partial.replace(directory)
-        return
-    outgoing = _emptied(directory.with_name(f".{directory.name}.replaced"))
-    directory.replace(outgoing)
+    """Rename a complete directory, to the name of one that it replaces, which stays until that is durable."""
+    outgoing = directory.with_name(f".{directory.name}.replaced")
+    if directory.exists():
+        directory.replace(_emptied(outgoing))
     partial.replace(directory)
-    shutil.rmtree(outgoing)
+    fsync_path(directory.parent)
+    _emptied(outgoing)
 
 
 def _emptied(directory: Path) -> Path:

@@ -1,8 +1,9 @@
 """Copies a model's files from other nodes into this node's hub cache.
 
 Invariants:
-- A file gets its name among the blobs once its SHA-256 is the manifest's, and a snapshot is linked once all
-  its files are here: readers of the cache see whole files only.
+- A file gets its name among the blobs once its SHA-256 is the manifest's and it is on the disk, and a
+  snapshot is linked once all its files are here: readers of the cache see whole files only, also after a
+  power cut.
 - What arrived stays: the next source, or the next process, goes on from there. Files are identified by
   content, so it does not matter which node had them.
 - One process of a node copies at a time (the caller holds a lock).
@@ -30,6 +31,7 @@ from spotlight_files.hub_snapshot import (
     WantedModel,
     require_fit,
 )
+from spotlight_rewards.base.files import fsync_path
 
 log = logging.getLogger("spotlight.files")
 
@@ -117,6 +119,7 @@ def _copy_file(file: SnapshotFile, source: FileSource, blobs: Path, chunk_bytes:
         received = _receive(file, source, part, chunk_bytes)
     if received is None:
         raise SourceLostError(f"{file.path} is damaged: its SHA-256 is not {file.sha256[:12]}...")
+    fsync_path(part)
     part.rename(blobs / file.blob)
     return received
 

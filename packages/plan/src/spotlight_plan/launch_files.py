@@ -16,13 +16,14 @@ from typing import Any
 from spotlight.config.load import load_config
 from spotlight.config.preset import with_preset
 from spotlight.config.schema import RunConfig
-from spotlight_plan.candidates import Candidate, Machine, file_of, shape_of
-from spotlight_plan.output_files import require_folder, write_file
-from spotlight_plan.scenarios.pricing import Pricing
+from spotlight_plan.candidates import Candidate, Machine, shape_of
+from spotlight_plan.scenarios.prepared_scenario import Prepared
 from spotlight_plan.scenarios.profile import load_profile
 from spotlight_plan.scenarios.scenario_file import ScenarioFile
 from spotlight_plan.scenarios.strategies import PipelinePart, Strategy, strategy_named
+from spotlight_plan.scenarios.strategy_scenario import ranks_of, timesteps_per_pass
 from spotlight_rewards.base.errors import ConfigError, Problem
+from spotlight_rewards.base.output_files import require_folder, write_file
 from spotlight_rewards.base.yaml_tree import merge, read_tree
 
 _TEMPLATES = ("skypilot-reserved.yaml", "skypilot-spot.yaml", "kuberay-rayjob.yaml")
@@ -152,7 +153,7 @@ def _other_work(file: ScenarioFile, run: Mapping[str, Any]) -> Iterator[Problem]
 
 
 def write_launch_files(
-    folder: Path, file: ScenarioFile, candidate: Candidate, pricing: Pricing, config: str
+    folder: Path, file: ScenarioFile, candidate: Candidate, prepared: Prepared, config: str
 ) -> LaunchFiles:
     """Write them.
 
@@ -160,7 +161,7 @@ def write_launch_files(
         ConfigError: the repository's files are not here, the run's configuration refuses the settings, or the
             folder cannot be written to.
     """
-    settings = launch_settings(file, candidate, pricing, config)
+    settings = launch_settings(file, candidate, prepared, config)
     made = launch_files(candidate, read_templates(), config, settings)
     _require_folder(folder)
     for name, text in made.items():
@@ -177,23 +178,32 @@ def _require_folder(folder: Path) -> None:
         raise ConfigError("the command line", [problem]) from None
 
 
-def launch_settings(file: ScenarioFile, candidate: Candidate, pricing: Pricing, config: str) -> str:
+def launch_settings(file: ScenarioFile, candidate: Candidate, prepared: Prepared, config: str) -> str:
     """What ``spotlight train`` is given beside ``config``: the workload, the cluster and the strategy.
 
-    Commands for nodes on demand that ``config`` lacks are placeholders.
+    Commands for nodes on demand that ``config`` lacks are placeholders. Passes that need a limit of memory it
+    lacks, beside a worker of the same GPU, are as simulated.
+
+    Args:
+        prepared: ``file`` with the candidate's cluster.
 
     Raises:
         ConfigError: ``config`` refuses them.
     """
     settings = [
         *workload_settings(file, _held_out(config)),
-        *strategy_settings(file, candidate, pricing),
+        *strategy_settings(candidate, prepared),
     ]
     words = " ".join(settings).split()
     try:
         load_config(Path(config), [*_RAY, *words])
     except ConfigError as error:
-        words += [f"{one.key}={_PLACEHOLDERS[one.key]}" for one in error.problems if one.key in _PLACEHOLDERS]
+        missing = {one.key for one in error.problems}
+        words += [f"{key}={text}" for key, text in _PLACEHOLDERS.items() if key in missing]
+        if "learner.pass_memory_gib" in missing:
+            strategy = strategy_named(candidate.strategy)
+            per_pass = timesteps_per_pass(prepared, strategy, ranks_of(prepared, strategy))
+            words += ["learner.recompute=blocks", f"learner.timesteps_per_pass={per_pass}"]
         load_config(Path(config), [*_RAY, *words])
     return " ".join(words)
 
@@ -260,9 +270,9 @@ def workload_settings(file: ScenarioFile, held_out: int | None = None) -> Iterat
         yield f"evaluation.prompts={prompts} evaluation.images_per_prompt={images}"
 
 
-def strategy_settings(file: ScenarioFile, candidate: Candidate, pricing: Pricing) -> Iterator[str]:
+def strategy_settings(candidate: Candidate, prepared: Prepared) -> Iterator[str]:
     """Of the cluster and the strategy."""
-    run, strategy = file_of(file, candidate, file.run.iterations), strategy_named(candidate.strategy)
+    run, pricing, strategy = prepared.file, prepared.pricing, strategy_named(candidate.strategy)
     work, parts = run.workload, strategy.parts
     yield f"fleet.learner_ranks={candidate.reserved_nodes * candidate.reserved.gpus}"
     if strategy.learner_moves:

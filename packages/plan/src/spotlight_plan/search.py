@@ -60,7 +60,7 @@ class Goal:
     def __post_init__(self) -> None:
         given = [value for value in (self.deadline_h, self.budget_usd) if value is not None]
         if len(given) != 1 or not 0 < given[0] < float("inf"):
-            found = f"deadline {self.deadline_h} h, budget {self.budget_usd} $"
+            found = " and ".join(map(str, given)) or "neither"
             remedy = "For example: --deadline-h 24."
             problem = Problem("--deadline-h, --budget-usd", found, "exactly one, above 0", remedy)
             raise ConfigError("the goal", [problem])

@@ -155,11 +155,11 @@ class BallotBox:
         """The vote, if there is one. Raises :class:`DamagedVoteError`."""
         path = self._vote(ballot)
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            found = json.loads(read_regular(path, _BALLOT_BYTES_MAX))
             return Vote(tuple(map(str, found["ranking"])), float(found["took_s"]), str(found["voter"]))
         except FileNotFoundError:
             return None
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise DamagedVoteError(f"{path}: not a vote ({error!r}). Delete it to be asked again.") from error
 
     def close(self, ballot: str) -> None:

@@ -238,7 +238,9 @@ def _is_there(descriptor: int, directory: Path) -> bool:
 def _remove(directory: Path) -> None:
     """``alive`` goes last, so that an interrupted removal is found again."""
     for path in directory.iterdir():
-        if path.name != "alive":
+        if path.is_dir() and not path.is_symlink():  # not ours
+            shutil.rmtree(path)
+        elif path.name != "alive":
             path.unlink(missing_ok=True)
     (directory / "alive").unlink(missing_ok=True)
     with suppress(OSError):  # a process has just entered it

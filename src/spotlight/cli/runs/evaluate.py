@@ -77,7 +77,7 @@ def _print(trained: TrainedRun, validation: Validation) -> None:
 
     title = f"{trained.directory}: {trained.weights} weights after {trained.iteration} iterations"
     table = Table(box=None, pad_edge=False, title=title, title_justify="left", title_style="bold")
-    table.add_column("curve")
+    table.add_column("curve", overflow="fold")
     table.add_column("mean ± standard error", justify="right")
     for name, value in validation.curves.items():
         judged = " (judged)" if name == validation.strict else ""

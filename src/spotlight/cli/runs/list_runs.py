@@ -62,7 +62,7 @@ def runs(
         return
     table = Table(box=None, pad_edge=False)
     for name in ("name", "iteration", *JUDGED, "time", "cost", "state"):
-        table.add_column(name, justify="left" if name in {"name", "state"} else "right")
+        table.add_column(name, justify="left" if name in {"name", "state"} else "right", overflow="fold")
     if console.width >= _WIDE:
         table.add_column("estimated", justify="right")
         table.add_column("algorithm")

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spotlight.config.requires import value_at
+from spotlight.config.training_stages import without_stage
 from spotlight.data.datasets import load_held_out, unset_keys
 from spotlight.store.run_store import stored_runs
 
@@ -40,10 +41,13 @@ _SIDE_MIN_PX = 32
 """Rewards cannot read much on smaller pictures."""
 
 
-def smoke_overrides(config: RunConfig) -> list[str]:
+def smoke_overrides(config: RunConfig, given: Sequence[str] = ()) -> list[str]:
     """Overrides that make a recipe run here in minutes; writes the pipeline that they name.
 
     The pipeline stands in the cache directory, and is written again each time.
+
+    Args:
+        given: the overrides that the recipe had, to which these are added.
 
     Raises:
         RegistryError: the family is unknown.
@@ -62,12 +66,12 @@ def smoke_overrides(config: RunConfig) -> list[str]:
         shutil.rmtree(folder, ignore_errors=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
         family.tiny(folder, seed=0)
-    replaced = [*_replaced(config, family, folder), *_rewards(config, folder / "rewards")]
+    name = f"{without_stage(config.name, given)}-smoke"
+    replaced = [("name", name), *_replaced(config, family, folder), *_rewards(config, folder / "rewards")]
     return [f"{key}={value}" for key, value in replaced]
 
 
 def _replaced(config: RunConfig, family: type[ModelFamily], folder: Path) -> Iterator[tuple[str, object]]:
-    yield "name", f"{config.name}-smoke"
     yield "iterations", ITERATIONS
     if stored_runs(config.runs_dir) is not None:
         yield "runs_dir", type(config).model_fields["runs_dir"].default

@@ -279,7 +279,7 @@ def _smoke(config: RunConfig, given: list[str]) -> Configured:
     silence_loading_bars()
     path, overrides = split_arguments(given)
     run = None if path is None else _run_at(path)
-    replaced = smoke_overrides(config)
+    replaced = smoke_overrides(config, overrides)
     file = [] if path is None else [str(path if run is None else run / "config.yaml")]
     given = [*file, *overrides, *replaced]
     config = configuration_of(given)

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from spotlight.cli.run_argument import RUNS, find_run
 from spotlight_rewards.base.errors import UserError
-from spotlight_rewards.base.file_errors import storage_errors
+from spotlight_rewards.base.output_files import write_file
 from spotlight_rewards.base.terminal import TextConsole
 from spotlight_rewards.commands.exit_codes import errors_without_traceback
 
@@ -84,11 +84,9 @@ def compare(
         _tell_courses(groups)
         for path, text in ((csv_path, _csv), (json_path, _json)):
             if path is not None:
-                with storage_errors("cannot write the comparison", path):
-                    path.write_text(text(groups, at, name, by, reached), encoding="utf-8")
+                write_file(path, text(groups, at, name, by, reached))
         if chart is not None:
-            with storage_errors("cannot write the chart", chart):
-                _draw(groups, name, by, chart)
+            _draw(groups, name, by, chart)
         if changed := differences(groups):
             _show_differences(groups, changed)
 
@@ -145,9 +143,9 @@ def _show(groups: Sequence[Seeds], at: Sequence[float], name: str, by: Axis, tar
     console = TextConsole()
     console.print(f"{name} by {by}; 90 % intervals over seeds")
     table = Table(box=None, pad_edge=False)
-    table.add_column("runs")
+    table.add_column("runs", overflow="fold")
     for header in (*map(_number, at), "end", f"reaches {target:.3g}", "of the first"):
-        table.add_column(header, justify="right")
+        table.add_column(header, justify="right", overflow="fold")
     first = groups[0].reaches(target)
     for group in groups:
         when = group.reaches(target)
@@ -182,7 +180,7 @@ def _show_differences(groups: Sequence[Seeds], changed: dict[str, list[object]])
     console = TextConsole()
     table = Table(box=None, pad_edge=False)
     for header in ("setting (- is the default)", *(group.name for group in groups)):
-        table.add_column(header)
+        table.add_column(header, overflow="fold")
     for key, values in changed.items():
         table.add_row(key, *("-" if value is None else str(value) for value in values))
     console.print()
@@ -252,11 +250,11 @@ def _draw(groups: Sequence[Seeds], name: str, by: Axis, path: Path) -> None:
     y_label = name.rpartition("/")[2]
     drawn = line_chart(list(lines()), title=name, x_label=by, y_label=y_label, marks=marks)
     if path.suffix == ".svg":
-        path.write_text(drawn, encoding="utf-8")
+        write_file(path, drawn)
         return
     import resvg_py
 
-    path.write_bytes(bytes(resvg_py.svg_to_bytes(svg_string=drawn, zoom=2)))
+    write_file(path, bytes(resvg_py.svg_to_bytes(svg_string=drawn, zoom=2)))
 
 
 def _cell(found: Interval | None) -> str:

@@ -24,7 +24,7 @@ from spotlight.store.picture_names import TRAINING
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.shown_media import ShownMedia, shown_media
 from spotlight_rewards.base.file_errors import StoreError
-from spotlight_rewards.base.files import lasting_id
+from spotlight_rewards.base.files import lasting_id, open_regular
 
 _OF_TRAINING = "training pictures"
 
@@ -61,11 +61,10 @@ class WeightsAndBiases:
             dir=str(paths.path),
         )
         self._remembered = paths.path / "wandb-logged"
-        self._logged = (
-            set(self._remembered.read_text(encoding="utf-8").split("\n"))
-            if self._remembered.exists()
-            else set()
-        )
+        self._logged = set[str]()
+        if self._remembered.exists():
+            with open_regular(self._remembered) as file:
+                self._logged.update(file.read().decode().split("\n"))
         mode = "offline" if self._run.offline else "disabled" if self._run.disabled else "online"
         self._there = f"{self._run.entity or entity}/{self._run.project} {mode} {self._id}"
         self._log_missing(resume_at)

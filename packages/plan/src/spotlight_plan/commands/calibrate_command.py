@@ -44,8 +44,8 @@ def calibrate(runs: RunsArgument, out: OutOption = None) -> None:
     """
     from spotlight_plan.calibration.measured_profile import measured_yaml
     from spotlight_plan.calibration.run_times import read_run_times
-    from spotlight_plan.output_files import require_place, write_file
     from spotlight_plan.scenarios.profile import parse_profile
+    from spotlight_rewards.base.output_files import require_place, write_file
 
     directories = [find_run(run) for run in dict.fromkeys(runs)]
     with errors_without_traceback():

@@ -90,9 +90,9 @@ def plan(
     from spotlight_plan.candidates import prepared_for
     from spotlight_plan.commands.plan_progress import PlanProgress
     from spotlight_plan.launch_files import require_launch
-    from spotlight_plan.output_files import require_place
     from spotlight_plan.pages.comparison_page import require_plotly
     from spotlight_plan.search import Goal, search
+    from spotlight_rewards.base.output_files import require_place
 
     now, jobs = datetime.now(UTC), jobs or os.cpu_count() or 1
     with errors_without_traceback():
@@ -128,8 +128,8 @@ def _write(
     page: Path | None,
 ) -> None:
     from spotlight_plan.explanation.plan_explanation import explain
-    from spotlight_plan.output_files import write_file
     from spotlight_plan.pages.plan_page import plan_page, plan_record
+    from spotlight_rewards.base.output_files import write_file
 
     explained = explain(file, found.answer, now) if found.answer is not None else None
     if as_json is not None:
@@ -144,7 +144,7 @@ def _launch(
 ) -> None:
     from spotlight_plan.launch_files import write_launch_files
 
-    written = write_launch_files(folder, file, answer.candidate, prepared.pricing, config)
+    written = write_launch_files(folder, file, answer.candidate, prepared, config)
     print_written(*written.paths)
     console = TextConsole()
     target = answer.outcome.target
@@ -152,7 +152,7 @@ def _launch(
         note = f"{config} (--config) trains {written.iterations} iterations; the plan is for"
         console.print(f"{note} {target.iterations}", style="yellow", soft_wrap=True)
     first = f"Replace {' and '.join(written.to_replace)} in them. " if written.to_replace else ""
-    console.print(f"{first}Start it: bash {folder / 'start.sh'}", soft_wrap=True)
+    console.print(f"{first}Start it: bash {shlex.quote(str(folder / 'start.sh'))}", soft_wrap=True)
 
 
 def _options(**given: object) -> list[str]:

@@ -25,8 +25,8 @@ def show_prediction(run: str, profile_name: str | None, as_json: Path | None) ->
     from spotlight_plan.calibration.measured_profile import measured_profile
     from spotlight_plan.calibration.run_prediction import predict_run
     from spotlight_plan.calibration.run_times import read_run_times
-    from spotlight_plan.output_files import require_place, write_file
     from spotlight_plan.scenarios.profile import load_profile
+    from spotlight_rewards.base.output_files import require_place, write_file
 
     directory = find_run(run)
     with errors_without_traceback():
@@ -50,7 +50,7 @@ def _print(run: RunTimes, predicted: RunPrediction, durations: str) -> None:
     console.print(Text(run.label, style="bold"), soft_wrap=True)
     table = Table(box=None, pad_edge=False)
     for title in ("", "predicted", "measured", "difference"):
-        table.add_column(title, justify="right" if title else "left", no_wrap=True)
+        table.add_column(title, justify="right" if title else "left", overflow="fold")
     ours, real = predicted, run
     table.add_row("time per iteration in s", *_pair(ours.iteration_s, real.iteration_s, real.iteration_s))
     table.add_row("cost in $, after the first iteration", *_pair(ours.usd, real.usd, real.usd))

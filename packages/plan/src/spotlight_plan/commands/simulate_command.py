@@ -104,10 +104,10 @@ def simulate(
         _list()
         return
     from spotlight_plan.compare import run_tasks
-    from spotlight_plan.output_files import require_place
     from spotlight_plan.pages.comparison_page import require_plotly
     from spotlight_plan.scenarios.prepare import prepare
     from spotlight_plan.strategy_runs import grouped, tasks_from_starts
+    from spotlight_rewards.base.output_files import require_place
 
     now = datetime.now(UTC)
     with errors_without_traceback():
@@ -146,9 +146,9 @@ def _write(
     as_json: Path | None,
     page: Path | None,
 ) -> None:
-    from spotlight_plan.output_files import write_file
     from spotlight_plan.pages.comparison_page import comparison_page
     from spotlight_plan.pages.comparison_summary import record_of
+    from spotlight_rewards.base.output_files import write_file
 
     with errors_without_traceback():
         if as_json is not None:
@@ -245,7 +245,7 @@ def print_written(*paths: Path | None) -> None:
 def wide_console() -> TextConsole:
     """A console wide enough for a whole table, if the output is not a terminal."""
     console = TextConsole()
-    return console if console.is_terminal else TextConsole(width=140)
+    return console if console.is_terminal else TextConsole(width=400)
 
 
 def print_table(console: TextConsole, columns: Sequence[str], lines: Sequence[TableLine]) -> None:
@@ -253,7 +253,7 @@ def print_table(console: TextConsole, columns: Sequence[str], lines: Sequence[Ta
     table = Table(box=None, pad_edge=False)
     for index, column in enumerate(columns):
         heading = column.replace("+", "\n+")  # each part of a pipeline on its own line
-        table.add_column(heading, justify="right" if index else "left", no_wrap=True)
+        table.add_column(heading, justify="right" if index else "left", overflow="fold")
     for line in lines:
         table.add_row(Text(line.label, style="" if line.cells else "dim"), *line.cells)
     console.print(table)

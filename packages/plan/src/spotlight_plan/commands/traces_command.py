@@ -178,8 +178,8 @@ def _read(path: Path, format: Format, shape: _Shape) -> Trace:
 
 def _write(traces: Sequence[Trace], out: Path | None, page: Path | None) -> None:
     from spotlight_fleet.traces.trace_files import write_trace
-    from spotlight_plan.output_files import write_file
     from spotlight_plan.traces.picture import html
+    from spotlight_rewards.base.output_files import write_file
 
     if out is not None:
         write_trace(traces[0], out)

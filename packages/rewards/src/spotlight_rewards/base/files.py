@@ -96,4 +96,4 @@ def lasting_id(path: Path) -> str:
     """A random id, made once and kept in the file: one that is made again gets another."""
     if not path.exists():
         write_atomically(path, uuid.uuid4().hex.encode())
-    return path.read_text(encoding="utf-8")
+    return read_regular(path, 1 << 10).decode()

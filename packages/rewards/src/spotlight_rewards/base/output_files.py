@@ -34,14 +34,15 @@ def require_folder(folder: Path) -> None:
         pass
 
 
-def write_file(path: Path, text: str) -> None:
+def write_file(path: Path, content: str | bytes) -> None:
     """Replace an output file, whole or not at all. Raises :class:`ConfigError` if that fails."""
     require_place(path)
+    data = content if isinstance(content, bytes) else content.encode()
     try:
         if _is_stream(path):
-            path.write_text(text, encoding="utf-8")
+            path.write_bytes(data)
         else:
-            write_atomically(path.resolve(), text.encode())  # of a link, what it leads to
+            write_atomically(path.resolve(), data)  # of a link, what it leads to
     except OSError as error:
         raise _no_place(path, f"{error.strerror}.") from None
 
