@@ -1,6 +1,6 @@
 """What it saves that a preview which is its rollout is kept, and not made again.
 
-    python -m benchmarks.kept_previews
+    python -m benchmarks.kept_previews --json kept-previews.json
 
 Two runs of the testbed take turns, with previews on the critical path of all of a rollout's steps: one keeps
 those that were chosen, one makes them again as earlier versions did. Seconds are those this process computed,
@@ -16,14 +16,16 @@ import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Annotated
 from unittest.mock import patch
 
+import torch
 import typer
 from rich.table import Table
 
 from benchmarks._exploration_lab import laboratory
-from benchmarks._measure import ratio, wide_console
+from benchmarks._measure import machine, ratio, wide_console, write_result
 from spotlight.config.load import load_config
 from spotlight.config.schema import RunConfig
 from spotlight.config.sections.exploration import ExplorationConfig
@@ -50,6 +52,7 @@ def main(
     steps: Annotated[int, typer.Option(help="Denoising steps.")] = 6,
     iterations: Annotated[int, typer.Option(help="Of a run; the first does not count.")] = 3,
     rounds: Annotated[int, typer.Option(help="Runs of each kind.")] = 3,
+    json: Annotated[Path | None, typer.Option(help="Also write everything measured here.")] = None,
 ) -> None:
     """Print CPU seconds of an iteration, and their ratios with 95 % intervals over pairs of iterations."""
     with tempfile.TemporaryDirectory() as directory:
@@ -83,6 +86,12 @@ def main(
     for what, names in (("generation", _GENERATION), ("with training", _COMPUTED)):
         ours, theirs = (_sums(found[name], names) for name in KEEPS)
         console.print(f"{what}: kept / made again = {ratio(ours, theirs)}")
+    if json is not None:
+        asked = {"prompts": prompts, "group": group, "previews": previews, "steps": steps}
+        asked |= {"iterations": iterations, "rounds": rounds}
+        write_result(
+            json, "kept previews", machine(torch.device("cpu")), {"settings": asked, "iterations": found}
+        )
 
 
 def _sums(rows: list[dict[str, float]], names: tuple[str, ...]) -> list[float]:

@@ -19,6 +19,7 @@ from benchmarks import (
     _process_faults,
     cheap_previews,
     commit_overhead,
+    kept_previews,
     learning,
     model_fetch,
     new_worker,
@@ -103,6 +104,14 @@ def test_cheaper_previews_are_ranked_against_whole_rollouts(
     assert rows["whole"]["tau"] == [1.0, 1.0]  # a rollout ranks like itself: the same seeds were drawn
     assert all(len(row["seconds"]) == len(row["tau"]) == 2 for row in rows.values())
     assert any(tau != 1.0 for tau in rows["2 steps"]["tau"])
+
+
+@pytest.mark.slow  # six iterations of the testbed
+def test_kept_previews_are_compared_with_those_made_again(tmp_path: Path) -> None:
+    path = tmp_path / "kept.json"
+    kept_previews.main(prompts=2, group=2, previews=4, steps=2, iterations=3, rounds=1, json=path)
+    found = json.loads(path.read_text())["iterations"]
+    assert {name: len(rows) for name, rows in found.items()} == dict.fromkeys(kept_previews.KEEPS, 2)
 
 
 @pytest.mark.slow  # that both draw the same is test_qwen_image_pipeline.py's

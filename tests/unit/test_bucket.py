@@ -25,7 +25,7 @@ from spotlight.store.manifest import CheckpointHeader
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.run_store import stored_runs
 from spotlight.store.store_errors import RunInUseError
-from spotlight_bucket import bucket_runs, replicator
+from spotlight_bucket import bucket_runs, replicator, snapshots
 from spotlight_bucket.bucket_objects import BucketError, Objects, Version, _in_words
 from spotlight_bucket.bucket_runs import BUCKET_RUNS
 from spotlight_bucket.lease import HEAD, claim, holder_of
@@ -39,6 +39,7 @@ from spotlight_bucket.snapshots import (
     RunSnapshot,
     name_of,
     newest_snapshot,
+    render,
     take_over,
 )
 from spotlight_rewards.base.file_errors import StoreError
@@ -217,6 +218,20 @@ def test_a_snapshot_whose_answer_was_lost_fences_nobody(tmp_path: Path) -> None:
     assert newest is not None
     assert newest == head.replicator.newest
     assert "metrics.jsonl" in newest.files
+
+
+def test_a_snapshot_that_nobody_could_read_is_not_written(
+    head: Head, objects: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head.begin()
+    assert head.replicator.sync()
+    monkeypatch.setattr(snapshots, "_SNAPSHOT_BYTES_MAX", len(render(head.replicator.newest)) + 100)
+    before = newest_snapshot(objects)
+    for index in range(9):
+        (head.run / f"note-{index}").write_text(str(index))
+    with pytest.raises(BucketError, match="or nobody could read it"):
+        head.replicator.sync()
+    assert newest_snapshot(objects) == before
 
 
 def test_a_head_renews_its_lease_while_it_brings_a_run_and_while_it_sends_the_end(

@@ -99,7 +99,9 @@ def test_a_run_without_a_name_has_that_of_its_file_or_preset(tmp_path: Path) -> 
     (tmp_path / "not a name.yaml").write_text("iterations: 3\n")
     assert load_config(tmp_path / "mine.v2.yaml").name == "mine.v2"
     assert load_config(tmp_path / "mine.v2.yaml", ["name=other"]).name == "other"
-    assert load_config(tmp_path / "not a name.yaml").name == "demo"
+    assert load_config(tmp_path / "not a name.yaml", ["name=a-name"]).name == "a-name"
+    with pytest.raises(ConfigError, match=r"name: found 'not a name'; expected letters.*name=NAME"):
+        load_config(tmp_path / "not a name.yaml")
     assert load_config(None, ["like=awm-sd3"]).name == "awm-sd3"
     assert load_config(None).name == "demo"
 
@@ -294,7 +296,7 @@ def test_a_resumed_run_may_capture_its_forwards(tmp_path: Path) -> None:
         ("learner.learning_rate=.inf", "learner.learning_rate", "inf", "a finite number", "default"),
         ("learner.learning_rate=fast", "learner.learning_rate", "'fast'", "a valid number", "default"),
         ("learner.betas=[0.9]", "learner.betas.1", "nothing", "a value", "Add"),
-        ("name=../up", "name", "'../up'", "letters, digits and any of . _ -", "the default, 'demo'"),
+        ("name=../up", "name", "'../up'", "letters, digits and any of . _ -", "name=NAME"),
         ("algorithm.name=7", "algorithm.name", "'7'", "'flow-grpo'", "change"),
         ("rollout=3", "rollout", "3", "a section", "{KEY: VALUE, KEY: VALUE}"),
         ("rewards=[a:b]", "rewards.0", "'a:b'", "a section", "Write rewards=[{name: 'a:b'}]"),

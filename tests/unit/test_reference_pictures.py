@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import pytest
 from PIL import ExifTags, Image, ImageOps
@@ -21,6 +22,7 @@ from spotlight.config.load import load_config
 from spotlight.data.datasets import Prompts, load_prompts
 from spotlight_rewards.base.errors import ConfigError
 from spotlight_rewards.base.kept_pictures import PICTURE_BYTES_MAX, keep, kept_path, paths_of, with_kept
+from spotlight_rewards.base.prompt_datasets import Columns, dataset_objects
 from spotlight_rewards.base.prompt_files import PromptFileError
 
 MEDIA = {"modality": "image", "role": "condition", "uri": "cat.png"}
@@ -321,3 +323,37 @@ def test_a_programs_prompts_are_the_same_wherever_the_cache_lies(tmp_path: Path)
         ids.add(prompt.id)
         texts.add(file.read_text(encoding="utf-8"))
     assert len(ids) == len(texts) == 1
+
+
+@pytest.mark.slow
+def test_a_data_set_of_zipped_pictures_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (place := tmp_path / "set").mkdir()
+    with ZipFile(place / "train.zip", "w") as archive:
+        archive.writestr("a.png", picture())
+        archive.writestr("metadata.jsonl", '{"file_name": "a.png", "prompt": "a cat"}\n')
+    columns = Columns(references="image", kept=tmp_path / "kept")
+    (row,) = map(json.loads, dataset_objects(place, "train", columns))
+    kept = kept_path(row["image"], tmp_path / "kept")
+    assert kept is not None
+    assert kept.read_bytes() == picture()
+
+
+def test_a_picture_in_an_archive_is_one_of_the_data_sets_own(tmp_path: Path) -> None:
+    (inside := tmp_path / "set").mkdir()
+    for folder in (tmp_path, inside):
+        with ZipFile(folder / "a.zip", "w") as archive:
+            archive.writestr("a.png", picture())
+            archive.writestr("a.txt", "no picture")
+    (inside / "b.zip").write_bytes(b"PK\x03\x04 and no more")
+    named = with_kept({"bytes": None, "path": f"zip://a.png::{inside}/a.zip"}, tmp_path / "kept", [inside])
+    assert named == keep(picture(), tmp_path / "kept")
+    for path, said in (
+        (f"zip://a.png::{tmp_path}/a.zip", "outside the data set"),
+        (f"zip://b.png::{inside}/a.zip", "cannot be read"),
+        (f"zip://a.txt::{inside}/a.zip", "of no known format"),
+        (f"zip://a.png::{inside}/b.zip", "cannot be read"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            with_kept({"bytes": None, "path": path}, tmp_path / "kept", [inside])

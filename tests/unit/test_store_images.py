@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from kept_tiles import read_tiles
 from PIL import Image, ImageFont
 
+from spotlight.store import images
 from spotlight.store.images import (
     Tile,
     drawn_iterations,
     drop_pictures,
+    read_tile,
     read_tile_note,
     write_comparison,
     write_grid,
@@ -22,8 +24,9 @@ from spotlight.store.images import (
 )
 from spotlight.store.picture_names import tiles_of
 from spotlight.store.run_directory import RunPaths
+from spotlight_rewards.base import picture_page
 from spotlight_rewards.base.file_errors import StoreError
-from spotlight_rewards.base.picture_page import _wrap, picture_of
+from spotlight_rewards.base.picture_page import Block, _wrap, picture_of
 
 BETTER, WORSE = (0x1A, 0x7F, 0x4B), (0xB3, 0x38, 0x2C)
 
@@ -127,6 +130,47 @@ def test_comparison_shows_both_and_colours_the_change(paths: RunPaths) -> None:
     path = write_comparison(paths, before=40, after=0, title="the other way round")
     assert area(path, BETTER) == 0
     assert area(path, WORSE) > 0
+
+
+def test_large_pictures_are_held_as_small_as_they_are_shown(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, read = list[int](), list[Path]()
+
+    def drawn(path: Path, title: str, blocks: Sequence[Block], fps: float) -> None:
+        held.append(max(cell.media.nbytes for block in blocks for cell in block.cells))
+
+    def reading(run: RunPaths, path: Path) -> Tile:
+        read.append(path)
+        return read_tile(run, path)
+
+    for iteration in (0, 40):
+        pictures = [tile((9, 9, 9), f"prompt {index}", side=1024) for index in range(3)]
+        write_grid(paths, iteration, pictures, columns=1, title="")
+    for module in (images, picture_page):
+        monkeypatch.setattr(module, "write_page", drawn)
+    monkeypatch.setattr(images, "read_tile", reading)
+    write_comparison(paths, before=0, after=40, title="")
+    assert (len(read), held) == (6, [384 * 384 * 3])
+    write_progress(paths, [0, 40], rows=1, title="")
+    assert (len(read), held) == (6 + 2, [384 * 384 * 3] * 2)
+
+
+def test_a_comparison_of_too_many_pairs_shows_the_first_that_can_be_read(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(images, "_PAIRS_MAX", 2)
+    colours = [(200, 10 * index, 7) for index in range(4)]
+    for iteration in (0, 40):
+        write_grid(
+            paths, iteration, [tile(each, f"prompt {each[1]}") for each in colours], columns=1, title=""
+        )
+    damaged = tiles_of(paths, 40)[0]
+    damaged.write_bytes(damaged.read_bytes()[:-40])
+    page = write_comparison(paths, before=0, after=40, title="")
+    assert [area(page, each) > 0 for each in colours] == [False, True, True, False]
+    assert "before-after.png shows 2 of 4 pairs" in caplog.text
+    assert "left out of the comparison" in caplog.text
 
 
 def test_references_stand_beside_their_results(paths: RunPaths) -> None:

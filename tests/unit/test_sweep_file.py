@@ -97,6 +97,7 @@ def test_a_search_is_checked_at_the_ends_of_its_ranges(tmp_path: Path) -> None:
         ("grid: {run_seed: [1, 1]}", "rates-run_seed-1 twice; expected every combination once"),
         ("set: {run_seed: 1}\ngrid: {run_seed: [1, 2]}", "run_seed: found a key that varies"),
         ("grid: {name: [a, b]}", "name: found a key that varies"),
+        ("name: my rates\ngrid: {run_seed: [1]}", "name: found 'my rates'; expected letters.*name: NAME"),
         ("set: {name: x}\ngrid: {run_seed: [1]}", "set.name: found 'x'; expected nothing: runs are named by"),
         ("cases: [{run_seed: 1}]\ngrid: {run_seed: [2]}", "run_seed: found a key of both cases and grid"),
         ("cases: [{a.x: 1}, {b.x: 1}]", "grid: found rates-x-1 for several; expected another name"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image as PILImage
 
-from spotlight_rewards.reward import RewardInputError, RewardSetupError
+from spotlight_rewards.originals import original_of
+from spotlight_rewards.reward import Image, RewardInputError, RewardSetupError
 from spotlight_rewards.video.first_frame import first_frame, ssim
 from spotlight_rewards.video.flicker import flicker
 from spotlight_rewards.video.optical_flow import OpticalFlow, flow_between
@@ -125,6 +127,16 @@ def test_half_a_picture_that_flickers_counts_half() -> None:
     assert flicker([video(frames)], [""], [{}]) == pytest.approx([-10], abs=1e-4)
     for cells in (1, 3, 16):
         assert flicker([video(frames)], [""], [{}], cells=cells)[0] == pytest.approx(-10, abs=1e-3)
+
+
+def test_few_pictures_that_prompts_are_about_are_held(tmp_path: Path) -> None:
+    found = list[weakref.ref[Image]]()
+    for index in range(20):
+        PILImage.new("RGB", (8, 8)).save(tmp_path / f"{index}.png")
+        found.append(
+            weakref.ref(original_of("first-frame", "p", {"reference": str(tmp_path / f"{index}.png")}))
+        )
+    assert sum(each() is not None for each in found) <= 8
 
 
 def test_the_first_frame_of_a_picture_is_that_picture(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 from spotlight.config.preset import with_preset
 from spotlight.config.removed import without_removed
 from spotlight.config.schema import RunConfig
-from spotlight.config.section import RUN_NAME, STATED
+from spotlight.config.section import RUN_NAME_IS, STATED
 from spotlight.config.sections.algorithm import KEYS_OF_GROUPS, AlgorithmSection
 from spotlight.config.sections.policies import policy_section
 from spotlight.config.training_stages import settings_in, take_stage
@@ -63,7 +63,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     source = ", ".join(filter(None, parts))
     others = [text for text in overrides if not text.startswith("like=")]
     name = str(tree.get("like") or "") if path is None else path.stem if path.is_file() else ""
-    if RUN_NAME.match(name):
+    if name:
         tree.setdefault("name", name)
     stage.put_in_place(tree, source)
     return build_config(with_preset(tree), f"{source} with {' '.join(others)}" if others else source)
@@ -272,8 +272,7 @@ def _explain(detail: ErrorDetails, algorithm: type[AlgorithmSection] | None) -> 
         items = f"at least {detail['ctx']['min_length']} item"
         return Problem(key, repr(detail["input"]), items, "Add one in the brackets: [ITEM].")
     if detail["type"] == "string_pattern_mismatch":
-        expected = "letters, digits and any of . _ -, the first a letter or digit"
-        return Problem(key, repr(detail["input"]), expected, _default_of(parts, algorithm))
+        return Problem(key, repr(detail["input"]), RUN_NAME_IS, f"Give the run another: {key}=NAME.")
     expected = re.sub(r"^(Input should be |Value error, |\w+ should have )", "", detail["msg"])
     named = "entry points" in expected
     other = absent_remedy(detail["input"]) if named else _default_of(parts, algorithm)

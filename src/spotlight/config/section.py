@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 
 RUN_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+RUN_NAME_IS = "letters, digits and any of . _ -, the first a letter or digit"
 
 
 class Section(StrictSection):

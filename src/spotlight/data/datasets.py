@@ -61,8 +61,8 @@ class Prompts:
         wanted, there = config.rollout.prompts_per_iteration, len(self.train)
         if wanted > there:
             notes.append(
-                f"rollout.prompts_per_iteration is {wanted}, but data.train has {there} prompts: an "
-                "iteration takes some of them more than once, each time as a group of its own. "
+                f"rollout.prompts_per_iteration is {wanted}, but data.train has only {there}: an iteration "
+                "takes some prompts more than once, each time as a group of its own. "
                 f"Set it to at most {there}, or give more prompts."
             )
         if self.shared:
@@ -83,9 +83,9 @@ class Prompts:
             evaluation = config.evaluation
             pictures = len(self.test) * evaluation.images_per_prompt
             notes.append(
-                f"{share:.0%} of all denoising steps will be evaluation: {pictures} pictures "
-                f"({len(self.test)} prompts x evaluation.images_per_prompt={evaluation.images_per_prompt}) "
-                f"in each of {evaluation.count(config.iterations)} evaluations. Lower that or "
+                f"{share:.0%} of all denoising steps will be evaluation: "
+                f"{evaluation.count(config.iterations)} x {pictures} pictures ({len(self.test)} prompts x "
+                f"evaluation.images_per_prompt={evaluation.images_per_prompt}). Lower that or "
                 "evaluation.prompts, or evaluate less often (evaluation.every, at_start, at_end)."
             )
         return tuple(notes)

@@ -21,7 +21,7 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, groupby, islice, repeat
 from pathlib import Path
 
@@ -56,6 +56,7 @@ from spotlight_rewards.base.picture_page import (
     as_png,
     frames_of,
     picture_of,
+    reduced,
     reference_cells,
     write_page,
     write_strips,
@@ -64,6 +65,8 @@ from spotlight_rewards.base.picture_page import (
 log = logging.getLogger("spotlight")
 
 _FPS_MIN = 0.001
+_PAIRS_MAX = 128
+"""Of one page: with 1024 pixels a side it has 50 million, and more are not shown again (``FRAME_PIXELS``)."""
 DAMAGED = (OSError, LookupError, ValueError, ArithmeticError, SyntaxError)
 """What Pillow raises of damaged files, and what others may have written about a picture."""
 
@@ -148,19 +151,13 @@ def read_tile(paths: RunPaths, path: Path) -> Tile:
             media = frames[0] if len(frames) == 1 else np.stack(frames)
             names = image.info.get("references", "").split()
             shown = tuple(picture_of(reference_path(paths, name)) for name in names)
-            member = int(image.info["member"]) if "member" in image.info else None
-            return Tile(media, caption, score, fps, shown, member)
+            return Tile(media, caption, score, fps, shown, _member(image))
     except DAMAGED as error:
         raise StoreError(f"{path}: not a picture of this run ({error!r}). Delete it.") from error
 
 
-def _whole_tiles(paths: RunPaths, iteration: int) -> Iterator[Tile]:
-    """Those that can be read: a picture that was lost must not end a run that is trained."""
-    for path in tiles_of(paths, iteration):
-        try:
-            yield read_tile(paths, path)
-        except StoreError as error:
-            log.warning("left out of the comparison: %s", error)
+def _member(image: Image.Image) -> int | None:
+    return int(image.info["member"]) if "member" in image.info else None
 
 
 def _played(image: Image.Image, fps: float) -> list[NDArray[np.uint8]]:
@@ -179,7 +176,7 @@ def _played(image: Image.Image, fps: float) -> list[NDArray[np.uint8]]:
 @dataclass(frozen=True, slots=True)
 class TileNote:
     """A stored image without its pixels; ``rollout`` and ``scores`` of training groups only, ``references``
-    the names of :func:`reference_path`.
+    the names of :func:`reference_path`, ``member`` as of :class:`Tile`.
     """
 
     path: Path
@@ -188,6 +185,12 @@ class TileNote:
     rollout: str = ""
     scores: Mapping[str, float] = field(default_factory=dict)
     references: tuple[str, ...] = ()
+    member: int | None = None
+
+    @property
+    def prompt(self) -> tuple[str, ...]:
+        """Equal for tiles of one prompt."""
+        return (self.caption, *self.references)
 
 
 def read_tile_note(path: Path) -> TileNote | None:
@@ -197,19 +200,20 @@ def read_tile_note(path: Path) -> TileNote | None:
             known = {name: float(value) for name, value in json.loads(image.info.get("scores", "{}")).items()}
             rollout = image.info.get("rollout", "")
             about = tuple(image.info.get("references", "").split())
-            return TileNote(path, image.info["caption"], float(image.info["score"]), rollout, known, about)
+            caption, score = image.info["caption"], float(image.info["score"])
+            return TileNote(path, caption, score, rollout, known, about, _member(image))
     except (*DAMAGED, TypeError, AttributeError, RecursionError):
         return None
 
 
 def write_comparison(paths: RunPaths, *, before: int, after: int, title: str) -> Path:
-    """Draw two evaluations side by side.
+    """Draw two evaluations side by side: up to :data:`_PAIRS_MAX` pairs.
 
     Raises:
         NothingToCompareError: no common prompt.
         StoreError: the disk is full or not writable.
     """
-    pairs = [pair for each in _common_tiles(paths, (before, after)) for pair in each]
+    pairs = _common_tiles(paths, (before, after))
     path = paths.images / BEFORE_AFTER
     with storage_errors("cannot write the pictures", paths.images):
         write_page(path, title, [_pair(old, new) for old, new in pairs], pairs[0][1].fps)
@@ -223,7 +227,7 @@ def write_progress(paths: RunPaths, iterations: Sequence[int], *, rows: int, tit
         NothingToCompareError: no common prompt.
         StoreError: the disk is full or not writable.
     """
-    shown = [seeds[0] for seeds in _common_tiles(paths, iterations)[:rows]]
+    shown = _common_tiles(paths, iterations, rows)
     strips = [
         Strip(
             tiles[0].caption,
@@ -241,9 +245,19 @@ def write_progress(paths: RunPaths, iterations: Sequence[int], *, rows: int, tit
     return path
 
 
-def _common_tiles(paths: RunPaths, iterations: Sequence[int]) -> list[list[tuple[Tile, ...]]]:
-    """By prompt and seed that every iteration has, its tile of each. Raises NothingToCompareError."""
-    drawn = [_by_prompt(_whole_tiles(paths, iteration)) for iteration in iterations]
+def _common_tiles(
+    paths: RunPaths, iterations: Sequence[int], rows: int | None = None
+) -> list[tuple[Tile, ...]]:
+    """Of prompts and seeds that every iteration has, its tile of each, no larger than a page shows it.
+
+    Args:
+        rows: at most so many prompts, each with one seed; None: up to :data:`_PAIRS_MAX` of all.
+
+    Raises:
+        NothingToCompareError: no common prompt.
+    """
+    notes = ([read_tile_note(path) for path in tiles_of(paths, iteration)] for iteration in iterations)
+    drawn = [_by_prompt(filter(None, each)) for each in notes]
     common = [
         [
             tuple(tiles[prompt][seed] for tiles in drawn)
@@ -252,12 +266,31 @@ def _common_tiles(paths: RunPaths, iterations: Sequence[int]) -> list[list[tuple
         ]
         for prompt, first in drawn[0].items()
     ]
-    if not any(common):
+    most, each = (_PAIRS_MAX, None) if rows is None else (rows, 1)
+    if rows is None and (number := sum(map(len, common))) > most:
+        log.warning("%s shows %d of %d pairs", BEFORE_AFTER, most, number)
+    read = (islice(_read(paths, seeds), each) for seeds in common)
+    if not (found := list(islice(chain.from_iterable(read), most))):
         raise NothingToCompareError(
             f"{tiles_folder(paths)}: iterations {', '.join(map(str, iterations))} have no prompt in common; "
             f"there are pictures of iterations {drawn_iterations(paths)}."
         )
-    return [seeds for seeds in common if seeds]
+    return found
+
+
+def _read(paths: RunPaths, seeds: Iterable[tuple[TileNote, ...]]) -> Iterator[tuple[Tile, ...]]:
+    """Those that can be read: a picture that was lost must not end a run that is trained."""
+    for notes in seeds:
+        try:
+            yield tuple(_reduced(read_tile(paths, note.path)) for note in notes)
+        except StoreError as error:
+            log.warning("left out of the comparison: %s", error)
+
+
+def _reduced(tile: Tile) -> Tile:
+    picture = reduced(tile.picture)
+    fps = tile.fps * len(frames_of(picture)) / len(frames_of(tile.picture))
+    return replace(tile, picture=picture, fps=fps)
 
 
 def _reference_name(picture: NDArray[np.uint8]) -> str:
@@ -278,9 +311,9 @@ def _references_folder(paths: RunPaths) -> Path:
     return paths.images / "references"
 
 
-def _by_prompt(tiles: Iterable[Tile]) -> dict[tuple[str, ...], dict[int, Tile]]:
+def _by_prompt(tiles: Iterable[TileNote]) -> dict[tuple[str, ...], dict[int, TileNote]]:
     """By prompt and seed; where the seed is unknown, in turn."""
-    found: dict[tuple[str, ...], dict[int, Tile]] = {}
+    found: dict[tuple[str, ...], dict[int, TileNote]] = {}
     for tile in tiles:
         of_prompt = found.setdefault(tile.prompt, {})
         of_prompt[len(of_prompt) if tile.member is None else tile.member] = tile

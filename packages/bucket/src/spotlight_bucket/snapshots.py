@@ -136,7 +136,13 @@ def newest_snapshot(objects: Objects) -> RunSnapshot | None:
 
 def append(objects: Objects, snapshot: RunSnapshot) -> None:
     """Add the next snapshot. Raises FencedError if another head has, BucketError."""
-    if objects.create(name_of(snapshot.serial), render(snapshot)):
+    content = render(snapshot)
+    if len(content) > _SNAPSHOT_BYTES_MAX:
+        raise BucketError(
+            f"{objects.address}: the list of the run's {len(snapshot.files)} files has {len(content)} bytes; "
+            f"expected at most {_SNAPSHOT_BYTES_MAX}, or nobody could read it. Remove old pictures."
+        )
+    if objects.create(name_of(snapshot.serial), content):
         return
     there = read_snapshot(objects, snapshot.serial)
     if there != snapshot:  # equal: the answer to an earlier try was lost

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, Field, FiniteFloat, PositiveInt, ValidationError
 
-from spotlight.config.section import RUN_NAME
+from spotlight.config.section import RUN_NAME, RUN_NAME_IS
 from spotlight_rewards.base.errors import ConfigError, Problem, did_you_mean
 from spotlight_rewards.base.strict_section import StrictSection
 from spotlight_rewards.base.yaml_tree import read_tree
@@ -204,6 +204,8 @@ def _problem(location: tuple[int | str, ...], kind: str, found: object, message:
         return Problem(key, "an unknown key", f"one of {', '.join(known)}", remedy)
     if kind == "missing":
         return Problem(key, "nothing", "a value", _REMEDY)
+    if kind == "string_pattern_mismatch":
+        return Problem(key, repr(found), RUN_NAME_IS, f"Write another into the file: {key}: NAME.")
     shapes = {"list_type": "a list", "dict_type": "a mapping", "model_type": "a mapping"}
     expected = shapes.get(kind, message.removeprefix("Input should be "))
     return Problem(key, repr(found), expected, _REMEDY)

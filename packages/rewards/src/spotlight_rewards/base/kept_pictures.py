@@ -10,11 +10,14 @@ import hashlib
 import io
 import re
 import uuid
+import zlib
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile, ZipFile
 
-from spotlight_rewards.base.files import TEMPORARY_PREFIX, discard, read_regular
+from spotlight_rewards.base.files import TEMPORARY_PREFIX, discard, open_regular, read_regular
 
 PICTURES_FOLDER = "pictures"
 """Of a run's ``cache_dir``."""
@@ -90,7 +93,7 @@ def with_kept(value: Any, folder: Path, within: Sequence[Path] = ()) -> Any:
                 f"bytes of {type(content).__name__} and a path of {type(path).__name__}; expected a "
                 "picture's file as bytes, or its path as a text"
             )
-        return keep(read_regular(_inside(path, within), PICTURE_BYTES_MAX), folder)
+        return keep(_file_at(path, within), folder)
     if hasattr(value, "save") and hasattr(value, "getbands"):
         return keep(_as_png(value), folder)
     return value
@@ -103,6 +106,24 @@ def _as_png(picture: Any) -> bytes:
     picture, buffer = ImageOps.exif_transpose(picture), io.BytesIO()
     (picture.convert("RGB") if picture.mode in _NOT_IN_PNG else picture).save(buffer, "PNG")
     return buffer.getvalue()
+
+
+def _file_at(path: str, within: Sequence[Path]) -> bytes:
+    """Of a file, or of one in an archive, whose path `datasets` writes ``zip://FILE::ARCHIVE``."""
+    name, chained, archive = path.removeprefix("zip://").partition("::")
+    if not (path.startswith("zip://") and chained):
+        return read_regular(_inside(path, within), PICTURE_BYTES_MAX)
+    try:
+        with _opened(_inside(archive, within)).open(name) as found:
+            return found.read(PICTURE_BYTES_MAX + 1)
+    except (BadZipFile, KeyError, RuntimeError, EOFError, zlib.error) as error:
+        raise ValueError(f"the file {path!r}, which cannot be read ({error}); expected a picture") from error
+
+
+@lru_cache(maxsize=1)  # its pictures follow one another
+def _opened(archive: Path) -> ZipFile:
+    open_regular(archive).close()
+    return ZipFile(archive)
 
 
 def _inside(path: str, within: Sequence[Path]) -> Path:

@@ -90,6 +90,15 @@ def frames_of(media: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return media[None] if media.ndim == 3 else media
 
 
+def reduced(media: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """As many frames as a page plays, none larger than it shows them."""
+    frames = frames_of(media)
+    kept = frames[_spread(len(frames), _PLAYED_MAX)]
+    if max(media.shape[-3:-1]) > _SIDE_PX[1]:
+        kept = np.stack([np.asarray(_shown(frame)) for frame in kept])
+    return kept if media.ndim == 4 else kept[0]
+
+
 def write_page(path: Path, title: str, blocks: Sequence[Block], fps: float) -> None:
     """Write the page as PNG; of videos also one that plays at ``fps``, as WebP. Raises OSError."""
     frames = max(len(frames_of(cell.media)) for block in blocks for cell in block.cells)
