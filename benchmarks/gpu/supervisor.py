@@ -91,8 +91,8 @@ def supervise(
     try:
         for row in rows:
             left = ends - time.monotonic()
-            if left < max(row.budget_s, _SMALLEST_S) and not tiny:
-                note = f"{left:.0f} s of {limit_s:.0f} s are left, it takes {row.budget_s:.0f} s"
+            if left < (takes_s := max(0.0 if tiny else row.budget_s, _SMALLEST_S)):
+                note = f"{max(0.0, left):.0f} s of {limit_s:.0f} s are left, it takes {takes_s:.0f} s"
                 report.add(result_of(row, Verdict.SKIP, 0.0, tiny=tiny, note=note))
                 continue
             if process is None and starts:
