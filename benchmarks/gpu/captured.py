@@ -67,9 +67,12 @@ def captured(lab: Lab, slots: WeightSlots) -> Iterator[CapturedForward]:
 
 
 def captured_against_eager(lab: Lab) -> Outcome:
-    """Velocities of replays against eager ones: two shapes, before and after the weights have changed."""
+    """Velocities of replays against eager ones: two shapes, and unequal prompts, whose forward has a mask;
+    before and after the weights have changed."""
     family, slots = lab.family(), lab.slots()
-    shapes = (lab.scale.small, lab.scale.train_small)
+    shape = lab.scale.train_small
+    unequal = [lab.condition(family, shape.text - i, i) for i in range(shape.batch)]
+    kinds = ((lab.scale.small, None), (shape, None), (shape, unequal))
     before = {name: tensor.clone() for name, tensor in slots.state("policy").items()}
     changed = {name: 1.5 * tensor for name, tensor in before.items()}
     eager, found = [], []
@@ -77,16 +80,16 @@ def captured_against_eager(lab: Lab) -> Outcome:
         try:
             for weights in (before, changed):
                 slots.load_state("policy", weights)
-                eager += [lab.velocity(family, module, shape) for shape in shapes]
+                eager += [lab.velocity(family, module, *kind) for kind in kinds]
             with captured(lab, slots) as forward:
                 for weights in (changed, before, before, changed):  # eager, captured, and twice only replayed
                     slots.load_state("policy", weights)
-                    found += [lab.velocity(family, module, shape) for shape in shapes]
+                    found += [lab.velocity(family, module, *kind) for kind in kinds]
                 count = forward.captured
         finally:
             slots.load_state("policy", before)
-    values = [distance(a, b) for a, b in zip(found[2 * len(shapes) :], eager, strict=True)]
-    return Outcome(worst(values), {"captured": count, "by shape and weights": values})
+    values = [distance(a, b) for a, b in zip(found[2 * len(kinds) :], eager, strict=True)]
+    return Outcome(worst(values), {"captured": count, "by kind and weights": values})
 
 
 def captured_cost(lab: Lab) -> Outcome:

@@ -285,7 +285,9 @@ def planned_run(
     return build_config(
         {
             "model": {"path": str(lab.pipeline(layers)), "dtype": "bfloat16", "quantize": quantize},
+            "algorithm": {"name": "flow-grpo"},
             "rollout": {
+                "sampler": "flow-sde",
                 "height": shape.side_px,
                 "width": shape.side_px,
                 "batch_size": shape.batch,

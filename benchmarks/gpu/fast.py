@@ -237,6 +237,7 @@ def recomputed(lab: Lab) -> Outcome:
                 del variants[name]
                 peaks[name] = "does not fit"
                 learner = lab.learner(family, slots, shape, timesteps_per_pass=times)
+                again = Recomputation(family.transformer)  # the learner has put its own there
                 release(lab.device)
         seconds = interleaved(lab, variants)
     typical = medians(seconds)

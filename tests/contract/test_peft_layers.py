@@ -11,6 +11,7 @@ from torch import nn
 from spotlight.models import peft_layers
 from spotlight.models.family import ModelError
 from spotlight.models.peft_layers import LoraSpec
+from spotlight.training.device_memory import measure_peak
 
 
 class Block(nn.Module):
@@ -121,3 +122,22 @@ def test_rank_and_alpha_out_of_range_are_refused(model: nn.Module) -> None:
     peft_layers.inject(model, SPEC, ["one"])
     with pytest.raises(ModelError, match="carries LoRA adapters already"):
         peft_layers.inject(model, SPEC, ["one"])
+
+
+def test_float32_gradients_of_copies_are_made_a_few_at_a_time() -> None:
+    """Of a second backward: beside those in the copies' type, half as much, and those that it adds to."""
+    model = nn.ModuleList(nn.ModuleDict({"to_q": nn.Linear(64, 64).bfloat16()}) for _ in range(512))
+    layers = peft_layers.inject(model, LoraSpec(32, 64.0, ("to_q",)), ["one"], copied=True)
+    peft_layers.activate(layers, "one")
+    peft_layers.AdapterCopies(layers, "one", torch.bfloat16)
+
+    def backward() -> None:
+        x = torch.ones(1, 64, dtype=torch.bfloat16)
+        for part in model:
+            x = part["to_q"](x)
+        x.float().sum().backward()
+
+    backward()
+    _, peak = measure_peak(torch.device("cpu"), backward)
+    size = sum(parameter.nbytes for parameter in peft_layers.adapter_parameters(layers, "one").values())
+    assert 0.5 < peak / size < 0.8

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,8 +14,10 @@ import torch
 from benchmarks.gpu.rows import ROWS
 from benchmarks.gpu.suite import Row, Verdict, chosen
 
+from spotlight.dry_run.memory_plan import peak_bytes
 from spotlight.models.families.qwen_image import QwenImage
 from spotlight.models.kernels import attention
+from spotlight.models.shared.quantised import Quantize
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = {
@@ -123,6 +125,62 @@ def test_the_testbeds_target_is_one_that_cpus_reached() -> None:
     there = on_cpu(TARGET)
     assert there["runs"] >= 3
     assert there["cpu_s"] > on_cpu(0.0)["cpu_s"] > 0
+
+
+def test_after_a_setting_that_does_not_fit_others_are_still_timed_as_they_say(
+    lab: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from benchmarks.gpu import fast
+    from benchmarks.gpu.runner import call
+
+    from spotlight.training import recompute
+
+    (row,) = [row for row in ROWS if row.name == "checkpoint"]
+    ran: list[str] = []
+    again: dict[str, int] = {}
+
+    def measure(device: torch.device, update: Callable[[], object]) -> tuple[object, int]:
+        ran.append(list(fast.RECOMPUTED)[len(ran)])
+        if ran[-1] == "none":
+            raise torch.OutOfMemoryError("made up")
+        calls: list[object] = []
+        with monkeypatch.context() as patch:
+            checkpoint = recompute.checkpoint
+            patch.setattr(recompute, "checkpoint", lambda *a, **k: calls.append(a) or checkpoint(*a, **k))
+            done = update()
+        again[ran[-1]] = len(calls)
+        return done, 0
+
+    monkeypatch.setattr(fast, "measure_peak", measure)
+    details = call(row, lab).details  # type: ignore[arg-type]
+    assert details["peaks_gb"]["none"] == "does not fit"
+    assert again["every 1"] == again["elementwise"] == 2 * again["every 2"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("quantize", ["nf4", "int8"])
+def test_what_small_cards_are_to_hold_fits_by_the_plan(quantize: Quantize, tmp_path: Path) -> None:
+    from benchmarks.gpu.correct import planned_parts, planned_run
+    from benchmarks.gpu.lab import Lab
+    from benchmarks.gpu.small_card import CARDS
+
+    full, (layers, gib) = Lab(tmp_path, torch.device("cpu"), tiny=False), CARDS[quantize]
+    family = QwenImage.load(
+        full.pipeline(layers),
+        device="cpu",
+        dtype=torch.bfloat16,
+        embeddings_cache=tmp_path,
+        read_transformer=False,
+        deferred=True,
+        quantize=quantize,
+    )
+    shape = full.scale.train_small
+    parts = planned_parts(
+        full, family, planned_run(full, layers, shape, micro_batch=1, quantize=quantize), shape
+    )
+    assert "copies of the adapters" not in {part.part for part in parts}, "the lab's learner has none"
+    assert peak_bytes(parts) < 0.9 * gib * 2**30
 
 
 @pytest.fixture

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -81,6 +84,44 @@ def test_what_was_committed_is_restored_bit_by_bit_and_each_latent_was_written_o
                 assert [bits(one) for one in ours] == [bits(one) for one in theirs]
             assert back.condition.checksum == EMBEDDINGS.checksum
     assert sum(bool(latent) for _, latent in values) == 2 * (len(WINDOW) + 1)
+
+
+class Far(torch.Tensor):
+    """A tensor of the fourth GPU, as far as commits look."""
+
+    device = torch.device("cuda", 3)
+
+
+def test_who_packs_waits_for_the_gpu_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread's current GPU is the first one: to wait from there would take half a gigabyte of it."""
+    current, empty, waits = [0], torch.empty, list[int]()
+
+    @contextmanager
+    def device(wanted: torch.device) -> Iterator[None]:
+        before, current[0] = current[0], wanted.index
+        yield
+        current[0] = before
+
+    def stream(of: torch.device) -> SimpleNamespace:
+        event = SimpleNamespace(synchronize=lambda: waits.append(current[0]))
+        return SimpleNamespace(record_event=lambda: event)
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "current_stream", stream)
+    monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory=False, **kind: empty(*shape, **kind))
+    whole = states("a")[-1]
+    there = dataclasses.replace(
+        whole,
+        latents=(kept := [each.as_subclass(Far) for each in whole.kept])[-1],
+        kept=tuple(kept),
+        log_probs=tuple(each.double().as_subclass(Far) for each in whole.log_probs),
+    )
+    packed = Committer().begin([there])
+    assert not waits, "who denoises waits for nothing"
+    back = found({(one.rollout, one.latent): one for one in packed}, "a")
+    assert waits == [3]
+    assert [bits(one) for one in back.kept] == [bits(one) for one in whole.kept]
+    assert [float(one) for one in back.log_probs] == [float(one) for one in whole.log_probs]
 
 
 def test_what_is_done_but_not_decoded_is_restored_with_its_last_step() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from queue import SimpleQueue
 
 import pytest
 import ray
@@ -92,3 +93,26 @@ def test_the_thread_that_works_has_the_gpu_as_its_current_one(monkeypatch: pytes
     thread.start()
     thread.join()
     assert actor._error is None
+
+
+def test_the_thread_that_takes_the_model_over_has_the_gpu_as_its_current_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It frees what the worker's thread had there: from another GPU that would make a context on it."""
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(worker_actor, "LearnerRank", lambda *given: None)
+    device = torch.device("cuda", 1)
+
+    class Process:
+        commands = SimpleQueue[object]()
+
+        def hand_over(self) -> tuple[None, str]:
+            assert chosen == [device]
+            return None, "digest"
+
+    actor = object.__new__(WorkerActor)
+    actor._device, actor._precision = device, (False, "convolutions")
+    actor._process, actor._ended, actor._error = Process(), threading.Event(), None  # type: ignore[assignment]
+    actor._ended.set()
+    assert actor.become_learner(None, None, 0.0) == "digest"  # type: ignore[arg-type]

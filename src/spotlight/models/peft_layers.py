@@ -315,6 +315,11 @@ class _Copied(torch.autograd.Function):
         return None, *exact
 
 
+_TOGETHER = 128
+"""Copies whose gradients are cast at once, at the end of a backward: all, beside those of earlier ones, would
+take as much memory again."""
+
+
 class AdapterCopies:
     """An adapter's copies in ``dtype``, which its layers apply instead of its float32 weights.
 
@@ -331,10 +336,12 @@ class AdapterCopies:
         self._weights: list[Tensor] = [half.weight for half in halves]
         self._copies = [weight.detach().to(dtype) for weight in self._weights]
         self._versions = self._written()
-        with torch.enable_grad():  # the first use may be a rollout
-            applied = _Copied.apply(self._copies, *self._weights)  # type: ignore[no-untyped-call]
-        for half, copy in zip(halves, applied, strict=True):
-            half.applied = copy
+        for at in range(0, len(halves), _TOGETHER):
+            part = slice(at, at + _TOGETHER)
+            with torch.enable_grad():  # the first use may be a rollout
+                applied = _Copied.apply(self._copies[part], *self._weights[part])  # type: ignore[no-untyped-call]
+            for half, copy in zip(halves[part], applied, strict=True):
+                half.applied = copy
 
     def _written(self) -> list[int]:
         return [weight._version for weight in self._weights]

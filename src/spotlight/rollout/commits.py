@@ -128,11 +128,16 @@ def _begin_copies(new: list[tuple[Tensor, _Copy]]) -> Callable[[], None]:
     flat = torch.cat([tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor, _ in far])
     host = torch.empty(flat.shape, dtype=torch.uint8, pin_memory=True)
     host.copy_(flat, non_blocking=True)
-    copied = torch.cuda.current_stream(flat.device).record_event()
+    device, copied = flat.device, torch.cuda.current_stream(flat.device).record_event()
     pieces = torch.split(host, [tensor.nbytes for tensor, _ in far])
     for piece, (tensor, copy) in zip(pieces, far, strict=True):
         copy.host = piece.view(tensor.dtype).view(tensor.shape)
-    wait: Callable[[], None] = copied.synchronize
+
+    def wait() -> None:
+        # In another thread, whose current GPU is the first one: that would give this process a context there.
+        with torch.cuda.device(device):
+            copied.synchronize()
+
     return wait
 
 

@@ -151,6 +151,7 @@ class WorkerActor:
             raise RuntimeError(f"the worker's step did not end within {wait_s:g} s")
         if self._error is not None:
             raise RuntimeError("the worker has failed") from self._error
+        prepare_process(self._device, *self._precision)  # here, too: graphs and caches are freed there
         family, digest = self._process.hand_over()
         self._rank = LearnerRank(order, store, family)
         return digest

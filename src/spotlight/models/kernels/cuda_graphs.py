@@ -2,7 +2,8 @@
 where small batches otherwise wait for the host.
 
 A forward is captured the second time that its kind comes: weight slot, autocast, shapes, and every argument
-that is no tensor. The first time runs eagerly and fills the model's caches.
+that is no tensor. The first time runs eagerly, fills the model's caches, and makes the tensors of Python
+numbers that the second one takes: their copy to the device waits for it, which a capture may not.
 
 Invariants:
 - A replay reads weights where they lay at capture, so slots are written in place, and never merged.
@@ -18,7 +19,8 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from spotlight.models.experts import denoisers
 from spotlight.models.shared.sharded import gathers
@@ -28,6 +30,8 @@ from spotlight_files.model_errors import ModelError
 KINDS_MAX = 64
 """Kinds of forwards that a transformer remembers; then it forgets the one that was not used for longest."""
 
+_PLAIN = {bool, int, float, torch.dtype, torch.device, str, type(None)}
+"""Types that ``repr`` tells whole."""
 
 Capture: TypeAlias = Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]
 """Runs a function once and returns its output, and what repeats it on the same memory."""
@@ -73,11 +77,11 @@ class CapturedForward:
     ) -> None:
         self._module, self._forward = module, module.forward
         self._slot, self._capture, self._kinds_max = slot, capture, kinds_max
-        self._seen: OrderedDict[Hashable, _Captured | None] = OrderedDict()
+        self._seen: OrderedDict[Hashable, _Captured | _OfNumbers] = OrderedDict()
 
     @property
     def captured(self) -> int:
-        return sum(each is not None for each in self._seen.values())
+        return sum(isinstance(each, _Captured) for each in self._seen.values())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """See the module's docstring. Raises :class:`ModelError` if the forward cannot be captured."""
@@ -88,23 +92,33 @@ class CapturedForward:
         around = self._slot(), self._module.training, _precision(tensors), repr(structure)
         kind = (*around, *map(_leaf_kind, leaves))
         if kind not in self._seen:
-            self._seen[kind] = None
+            with (made := _OfNumbers()):
+                output = self._forward(*args, **kwargs)
+            self._seen[kind] = made
             while len(self._seen) > self._kinds_max:
                 self._seen.popitem(last=False)
-            return self._forward(*args, **kwargs)
+            return output
         self._seen.move_to_end(kind)
-        if (found := self._seen[kind]) is None:
-            found = self._seen[kind] = self._captured(leaves, structure.unflatten)
+        found = self._seen[kind]
+        if isinstance(found, _OfNumbers):
+            found = self._seen[kind] = self._captured(leaves, structure.unflatten, found)
         return found.replayed(tensors)
 
-    def _captured(self, leaves: list[Any], structured: Callable[[list[Any]], Any]) -> _Captured:
+    def _captured(
+        self, leaves: list[Any], structured: Callable[[list[Any]], Any], made: _OfNumbers
+    ) -> _Captured:
         own = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         args, kwargs = structured(own)
         cached = torch.is_autocast_cache_enabled()
         # What autocast has cached is freed with its context, and a replay would still read it.
         torch.set_autocast_cache_enabled(False)
+
+        def run() -> Any:
+            with made:
+                return self._forward(*args, **kwargs)
+
         try:
-            output, replay = self._capture(lambda: self._forward(*args, **kwargs))
+            output, replay = self._capture(run)
         except torch.OutOfMemoryError:
             self._seen.clear()
             raise
@@ -115,12 +129,13 @@ class CapturedForward:
             ) from error
         finally:
             torch.set_autocast_cache_enabled(cached)
-        return _Captured([leaf for leaf in own if isinstance(leaf, Tensor)], output, replay)
+        return _Captured([leaf for leaf in own if isinstance(leaf, Tensor)], made, output, replay)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Captured:
     inputs: list[Tensor]
+    made: _OfNumbers
     output: Any
     replay: Callable[[], None]
 
@@ -129,6 +144,25 @@ class _Captured:
             own.copy_(given)
         self.replay()
         return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, self.output)
+
+
+class _OfNumbers(TorchFunctionMode):
+    """Makes each tensor of Python numbers once; forwards within get copies of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[str, Tensor] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in (torch.tensor, torch.as_tensor) or not _PLAIN.issuperset(
+            map(type, tree_leaves((args, kwargs)))
+        ):
+            return func(*args, **kwargs)
+        key = repr((args, kwargs))
+        if key not in self._made:
+            self._made[key] = func(*args, **kwargs)
+        return self._made[key].clone()
 
 
 def _leaf_kind(leaf: Any) -> Hashable:

@@ -12,6 +12,7 @@ import re
 import uuid
 import zlib
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile, ZipFile
@@ -113,14 +114,16 @@ def _file_at(path: str, within: Sequence[Path]) -> bytes:
     if not (path.startswith("zip://") and chained):
         return read_regular(_inside(path, within), PICTURE_BYTES_MAX)
     try:
-        with (
-            open_regular(_inside(archive, within)) as file,
-            ZipFile(file) as files,
-            files.open(name) as found,
-        ):
+        with _opened(_inside(archive, within)).open(name) as found:
             return found.read(PICTURE_BYTES_MAX + 1)
     except (BadZipFile, KeyError, RuntimeError, EOFError, zlib.error) as error:
         raise ValueError(f"the file {path!r}, which cannot be read ({error}); expected a picture") from error
+
+
+@lru_cache(maxsize=1)  # its pictures follow one another
+def _opened(archive: Path) -> ZipFile:
+    open_regular(archive).close()
+    return ZipFile(archive)
 
 
 def _inside(path: str, within: Sequence[Path]) -> Path:
