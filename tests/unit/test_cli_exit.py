@@ -31,6 +31,16 @@ main()
 """
 
 
+INTERRUPTED = """
+class Finder:
+    def find_spec(name, *_):
+        if name == "spotlight.cli.main":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Finder)
+"""
+
+
 @pytest.mark.parametrize(
     ("how", "status", "said"),
     [("0", 0, ""), ("3", 3, ""), ("say", 1, "said\n"), ("raise", 1, "RuntimeError: wrong\n")],
@@ -42,6 +52,12 @@ def test_threads_and_exit_handlers_end_and_everything_is_said(how: str, status: 
     assert not Path(folder).exists()
     assert done.returncode == status
     assert done.stderr.endswith(said)
+
+
+def test_ctrl_c_while_the_program_is_imported_is_as_quiet_as_later() -> None:
+    program = PROGRAM.replace("from spotlight.cli.main import app", INTERRUPTED).replace("@app.command()", "")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_output_that_cannot_be_written_is_an_error() -> None:

@@ -374,6 +374,10 @@ def test_the_dry_run_prints_the_configuration_and_the_plan_and_touches_nothing(
     assert "shapes 1 process beside each rank" in words
     assert "Estimate: needs three iterations of it" in words.rpartition("Every key")[2]
     assert "rollout.prompts_per_iteration is 1024, but data.train has" in words
+    narrow = CliRunner().invoke(app, ["train", "--dry-run", *arguments], env={"COLUMNS": "40"}).output
+    assert "4 B x parameters".replace(" ", "") in "".join(line[-14:] for line in narrow.splitlines()).replace(
+        " ", ""
+    )
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -19,8 +19,11 @@ def main() -> None:
         os._exit(status)
 
     atexit.register(leave)  # first, so that it is the last to run
-    from spotlight.cli.main import app
-
+    try:
+        from spotlight.cli.main import app
+    except KeyboardInterrupt:
+        status = 130  # as later, when the command catches it
+        raise SystemExit(status) from None
     try:
         app(prog_name="spotlight")
     except SystemExit as error:

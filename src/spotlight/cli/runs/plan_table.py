@@ -79,8 +79,9 @@ def _print(
     table = Table(
         box=None, pad_edge=False, show_header=False, title=title, title_justify="left", title_style="bold"
     )
-    table.add_column(min_width=22)
-    table.add_column(justify="right", min_width=14)
+    wide = console.width >= 60  # where columns of several tables may stand below each other
+    table.add_column(min_width=22 if wide else None, overflow="fold")
+    table.add_column(min_width=14 if wide else None, overflow="fold", justify="right")
     table.add_column(style="dim", overflow="fold")
     for row in rows:
         table.add_row(*row)
