@@ -6,14 +6,13 @@ To target: the first iteration (which includes start-up) plus the mean of the la
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from multiprocessing import get_context
 
 from spotlight.scheduler.types import Filler, NodeKind, Phase
 from spotlight_plan.learning_speed import PREVIEWS_WANTED as PREVIEWS_WANTED
 from spotlight_plan.learning_speed import Explored, explored_of, honest_target, learned_target
+from spotlight_plan.processes import in_processes
 from spotlight_plan.scenarios.baseline_runs import on_spot_nodes
 from spotlight_plan.scenarios.prepared_scenario import Prepared
 from spotlight_plan.scenarios.scenario_sections import CONTRAST_EXPONENT, Exponent, Target
@@ -295,18 +294,8 @@ def run_tasks(
     tasks: Sequence[SimulationTask], jobs: int, done: Callable[[SimulationTask], None] = lambda task: None
 ) -> tuple[ComparedStrategy, ...]:
     """Simulate all in at most ``jobs`` processes; ``done`` is called for each result, in order."""
-    return tuple(_results(tasks, jobs, done))
-
-
-def _results(
-    tasks: Sequence[SimulationTask], jobs: int, done: Callable[[SimulationTask], None]
-) -> Iterator[ComparedStrategy]:
-    if min(jobs, len(tasks)) <= 1:
-        for task in tasks:
-            yield run_task(task)
-            done(task)
-        return
-    with ProcessPoolExecutor(min(jobs, len(tasks)), mp_context=get_context("spawn")) as pool:
-        for task, compared in zip(tasks, pool.map(run_task, tasks), strict=True):
-            yield compared
-            done(task)
+    results = []
+    for task, compared in zip(tasks, in_processes(run_task, tasks, jobs), strict=True):
+        results.append(compared)
+        done(task)
+    return tuple(results)

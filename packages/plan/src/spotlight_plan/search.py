@@ -19,18 +19,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from itertools import count
-from multiprocessing import get_context
 from typing import Literal, TypeAlias
 
 from spotlight_plan.candidates import Candidate, grid, order_of, prepared_for
 from spotlight_plan.closed_form import HORIZON_H
 from spotlight_plan.compare import SimulationOutcome, run_tasks
 from spotlight_plan.estimates import Estimates
+from spotlight_plan.processes import in_processes
 from spotlight_plan.scenarios.prepared_scenario import at_starts
 from spotlight_plan.scenarios.scenario_file import ScenarioFile
 from spotlight_plan.scenarios.scenario_sections import Target
@@ -207,11 +206,10 @@ def _worth_it(estimates: Estimates, clusters: Sequence[Candidate], jobs: int) ->
         yield from (list(estimates.worth_it(cluster)) for cluster in clusters)
         return
     parts = [clusters[first : first + PART] for first in range(0, len(clusters), PART)]
-    with ProcessPoolExecutor(min(jobs, len(parts)), mp_context=get_context("spawn")) as pool:
-        for found, left_out in pool.map(partial(_worth_it_here, estimates), parts):
-            for reason, shapes in left_out.items():
-                estimates.left_out.setdefault(reason, {}).update(shapes)
-            yield from found
+    for found, left_out in in_processes(partial(_worth_it_here, estimates), parts, jobs):
+        for reason, shapes in left_out.items():
+            estimates.left_out.setdefault(reason, {}).update(shapes)
+        yield from found
 
 
 def _worth_it_here(
