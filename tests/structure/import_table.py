@@ -119,8 +119,10 @@ INNER_ROOMS: dict[str, dict[str, set[str]]] = {
         "learning_speed": {
             "scenarios",
         },
+        "processes": set(),
         "compare": {
             "learning_speed",
+            "processes",
             "scenarios",
         },
         "calibration": {
@@ -157,6 +159,7 @@ INNER_ROOMS: dict[str, dict[str, set[str]]] = {
             "closed_form",
             "compare",
             "estimates",
+            "processes",
             "scenarios",
             "strategy_runs",
         },
