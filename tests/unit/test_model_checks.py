@@ -308,7 +308,7 @@ def test_a_reward_of_ones_own_is_resolved_and_its_params_compared_but_not_called
             make_plan(build_config({"rewards": [wrong]}, "the test"))
 
 
-@pytest.mark.parametrize("scale", [math.inf, math.nan, -1.0, 0.5])
+@pytest.mark.parametrize("scale", [math.inf, -math.inf, math.nan])
 def test_guidance_that_is_no_scale_is_refused(scale: float, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"guidance is .*; expected a finite number, at least 1"):
+    with pytest.raises(ModelError, match=r"guidance is .*; expected a finite number"):
         FAMILIES.load("qwen-image").check_guidance(PipelineFiles(tmp_path), scale, "guidance")

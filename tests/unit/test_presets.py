@@ -221,3 +221,8 @@ def test_differences_are_printed_as_overrides(name: str, line: str, differs: str
     rest = [argument for argument in arguments if not argument.startswith("like=")]
     found = load_config(blank, rest)
     assert found.model_copy(update={"like": name}) == load_config(None, [f"like={name}"])
+
+
+def test_a_presets_window_is_left_out_by_its_kind_alone() -> None:
+    config = load_config(None, ["like=verl-omni-qwen-ocr", "rollout.sde_window={kind: all}", *PROMPTS])
+    assert config.rollout.kept_steps == config.rollout.steps - 1

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-from zipfile import ZipFile
+from zipfile import ZIP_BZIP2, ZIP_LZMA, ZipFile
 
 import pytest
 from PIL import ExifTags, Image, ImageOps
@@ -347,6 +347,9 @@ def test_a_picture_in_an_archive_is_one_of_the_data_sets_own(tmp_path: Path) -> 
             archive.writestr("a.png", picture())
             archive.writestr("a.txt", "no picture")
     (inside / "b.zip").write_bytes(b"PK\x03\x04 and no more")
+    for name, kind in (("c.zip", ZIP_BZIP2), ("d.zip", ZIP_LZMA)):
+        with ZipFile(inside / name, "w", kind) as archive:
+            archive.writestr("a.png", bytes(2**16))
     named = with_kept({"bytes": None, "path": f"zip://a.png::{inside}/a.zip"}, tmp_path / "kept", [inside])
     assert named == keep(picture(), tmp_path / "kept")
     for path, said in (
@@ -354,6 +357,17 @@ def test_a_picture_in_an_archive_is_one_of_the_data_sets_own(tmp_path: Path) -> 
         (f"zip://b.png::{inside}/a.zip", "cannot be read"),
         (f"zip://a.txt::{inside}/a.zip", "of no known format"),
         (f"zip://a.png::{inside}/b.zip", "cannot be read"),
+        (f"zip://a.png::{inside}/c.zip", "compression 12"),
+        (f"zip://a.png::{inside}/d.zip", "compression 14"),
     ):
         with pytest.raises(ValueError, match=said):
             with_kept({"bytes": None, "path": path}, tmp_path / "kept", [inside])
+
+
+def test_a_new_archive_in_the_place_of_an_old_one_is_read(tmp_path: Path) -> None:
+    named = {"bytes": None, "path": f"zip://a.png::{tmp_path}/a.zip"}
+    for content in (picture(), picture("blue")):
+        with ZipFile(tmp_path / "new", "w") as archive:
+            archive.writestr("a.png", content)
+        (tmp_path / "new").replace(tmp_path / "a.zip")
+        assert with_kept(named, tmp_path / "kept", [tmp_path]) == keep(content, tmp_path / "kept")

@@ -156,10 +156,24 @@ def test_large_pictures_are_held_as_small_as_they_are_shown(
     assert (len(read), held) == (6 + 2, [384 * 384 * 3] * 2)
 
 
+def test_a_page_of_videos_has_as_much_room_as_one_of_pictures(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(images, "_CELLS_MAX", 17)
+    for iteration in (0, 40):
+        videos = [
+            replace(each, picture=np.stack([each.picture + np.uint8(at) for at in range(6)]))
+            for each in (tile((index, 0, 0), f"prompt {index}") for index in range(4))
+        ]
+        write_grid(paths, iteration, videos, columns=1, title="")
+    write_comparison(paths, before=0, after=40, title="")
+    assert "before-after.png shows 2 of 4 pairs" in caplog.text
+
+
 def test_a_comparison_of_too_many_pairs_shows_the_first_that_can_be_read(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(images, "_PAIRS_MAX", 2)
+    monkeypatch.setattr(images, "_CELLS_MAX", 5)
     colours = [(200, 10 * index, 7) for index in range(4)]
     for iteration in (0, 40):
         write_grid(

@@ -67,6 +67,9 @@ def test_the_runs_of_a_stage_are_called_what_training_calls_them(tmp_path: Path)
         tmp_path, f"config: {tmp_path / 'chain.yaml'}\nset: {{stage: two}}\ngrid: {{run_seed: [0]}}"
     )
     assert run.name == load_config(*split_arguments(run.arguments)).name == "rates-run_seed-0-two"
+    varied = runs(tmp_path, f"config: {tmp_path / 'chain.yaml'}\ngrid: {{stage: [one, two]}}")
+    assert [run.name for run in varied] == ["rates-one", "rates-two"]
+    assert [load_config(*split_arguments(run.arguments)).name for run in varied] == ["rates-one", "rates-two"]
 
 
 def test_names_stay_apart_whatever_the_settings_are(tmp_path: Path) -> None:

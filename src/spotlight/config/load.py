@@ -39,9 +39,9 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a run's configuration.
 
     Args:
-        path: YAML file, whose own name is the run's if it gives none (``demo`` if that cannot be one);
-            None: :data:`EMBEDDED` (the tiny Qwen-Image demo, without its tags where ``overrides`` name other
-            prompts), or what ``like=NAME`` names.
+        path: YAML file, whose own name is the run's if it gives none; None: :data:`EMBEDDED` (the tiny
+            Qwen-Image demo, without its tags where ``overrides`` name other prompts), or what ``like=NAME``
+            names.
         overrides: ``key.subkey=value`` in YAML syntax, applied in order; ``stage=NAME`` chooses one of the
             file's (:mod:`spotlight.config.training_stages`).
 
@@ -272,7 +272,12 @@ def _explain(detail: ErrorDetails, algorithm: type[AlgorithmSection] | None) -> 
         items = f"at least {detail['ctx']['min_length']} item"
         return Problem(key, repr(detail["input"]), items, "Add one in the brackets: [ITEM].")
     if detail["type"] == "string_pattern_mismatch":
-        return Problem(key, repr(detail["input"]), RUN_NAME_IS, f"Give the run another: {key}=NAME.")
+        return Problem(
+            key,
+            repr(detail["input"]),
+            RUN_NAME_IS,
+            f"Give the run another: {key}=NAME, or `{key}: NAME` in the file.",
+        )
     expected = re.sub(r"^(Input should be |Value error, |\w+ should have )", "", detail["msg"])
     named = "entry points" in expected
     other = absent_remedy(detail["input"]) if named else _default_of(parts, algorithm)

@@ -362,8 +362,8 @@ class FamilyTraits:
     @classmethod
     def check_guidance(cls, files: PipelineFiles, scale: float, key: str = "true_cfg_scale") -> None:
         """Raise :class:`ModelError` (``<key> is ..``) if the pipeline has no such guidance, or ignores it."""
-        if not 1 <= scale < math.inf:
-            raise ModelError(f"{key} is {scale:g}; expected a finite number, at least 1, which is none")
+        if not math.isfinite(scale):
+            raise ModelError(f"{key} is {scale:g}; expected a finite number (1: none)")
         if scale > 1 and cls.guidance_argument is None:
             raise ModelError(
                 f"{key} is {scale:g}; expected 1: {cls.pipeline_class} takes no negative prompt. Set it to "

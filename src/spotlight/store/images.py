@@ -54,6 +54,7 @@ from spotlight_rewards.base.picture_page import (
     Cell,
     Strip,
     as_png,
+    cells_of,
     frames_of,
     picture_of,
     reduced,
@@ -65,8 +66,8 @@ from spotlight_rewards.base.picture_page import (
 log = logging.getLogger("spotlight")
 
 _FPS_MIN = 0.001
-_PAIRS_MAX = 128
-"""Of one page: with 1024 pixels a side it has 50 million, and more are not shown again (``FRAME_PIXELS``)."""
+_CELLS_MAX = 256
+"""Of one page: if each is as large as a page shows it, 50 million pixels, and more are not shown again."""
 DAMAGED = (OSError, LookupError, ValueError, ArithmeticError, SyntaxError)
 """What Pillow raises of damaged files, and what others may have written about a picture."""
 
@@ -207,7 +208,7 @@ def read_tile_note(path: Path) -> TileNote | None:
 
 
 def write_comparison(paths: RunPaths, *, before: int, after: int, title: str) -> Path:
-    """Draw two evaluations side by side: up to :data:`_PAIRS_MAX` pairs.
+    """Draw two evaluations side by side: as many pairs as :data:`_CELLS_MAX` lets.
 
     Raises:
         NothingToCompareError: no common prompt.
@@ -251,7 +252,7 @@ def _common_tiles(
     """Of prompts and seeds that every iteration has, its tile of each, no larger than a page shows it.
 
     Args:
-        rows: at most so many prompts, each with one seed; None: up to :data:`_PAIRS_MAX` of all.
+        rows: at most so many prompts, each with one seed; None: what :data:`_CELLS_MAX` lets of all.
 
     Raises:
         NothingToCompareError: no common prompt.
@@ -266,16 +267,19 @@ def _common_tiles(
         ]
         for prompt, first in drawn[0].items()
     ]
-    most, each = (_PAIRS_MAX, None) if rows is None else (rows, 1)
-    if rows is None and (number := sum(map(len, common))) > most:
-        log.warning("%s shows %d of %d pairs", BEFORE_AFTER, most, number)
-    read = (islice(_read(paths, seeds), each) for seeds in common)
-    if not (found := list(islice(chain.from_iterable(read), most))):
+    each = None if rows is None else 1
+    found = chain.from_iterable(islice(_read(paths, seeds), each) for seeds in common)
+    if (first := next(found, None)) is None:
         raise NothingToCompareError(
             f"{tiles_folder(paths)}: iterations {', '.join(map(str, iterations))} have no prompt in common; "
             f"there are pictures of iterations {drawn_iterations(paths)}."
         )
-    return found
+    if rows is None:
+        cells = sum(cells_of(tile.picture) for tile in first) + len(first[-1].references)
+        rows = max(1, _CELLS_MAX // cells)
+        if (number := sum(map(len, common))) > rows:
+            log.warning("%s shows %d of %d pairs", BEFORE_AFTER, rows, number)
+    return [first, *islice(found, rows - 1)]
 
 
 def _read(paths: RunPaths, seeds: Iterable[tuple[TileNote, ...]]) -> Iterator[tuple[Tile, ...]]:

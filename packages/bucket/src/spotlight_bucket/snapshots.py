@@ -26,6 +26,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from spotlight_bucket.bucket_objects import BucketError, Objects
+from spotlight_rewards.base.file_errors import StoreError
 
 SNAPSHOTS, CHUNKS = "snapshots", "chunks"
 CHUNK_BYTES = 16 << 20
@@ -135,10 +136,16 @@ def newest_snapshot(objects: Objects) -> RunSnapshot | None:
 
 
 def append(objects: Objects, snapshot: RunSnapshot) -> None:
-    """Add the next snapshot. Raises FencedError if another head has, BucketError."""
+    """Add the next snapshot.
+
+    Raises:
+        FencedError: another head has.
+        BucketError: the bucket does not take it now.
+        StoreError: no reader would take it, however often it is tried.
+    """
     content = render(snapshot)
     if len(content) > _SNAPSHOT_BYTES_MAX:
-        raise BucketError(
+        raise StoreError(
             f"{objects.address}: the list of the run's {len(snapshot.files)} files has {len(content)} bytes; "
             f"expected at most {_SNAPSHOT_BYTES_MAX}, or nobody could read it. Remove old pictures."
         )

@@ -138,8 +138,9 @@ class RunAnswers:
 
     def forget_others(self, runs: Collection[RunFolder]) -> None:
         """Keep what is known of these runs: the others are gone."""
+        there = set(runs)
         with self._lock:
-            self._runs = {run: known for run, known in self._runs.items() if run in runs}
+            self._runs = {run: known for run, known in self._runs.items() if run in there}
 
     def headline(self, run: RunFolder) -> Json:
         """See :func:`.views.overview.headline`."""

@@ -138,7 +138,8 @@ def _rows(x: Tensor, rows: int, wide_warps: int) -> tuple[tuple[int, int], tuple
     """Grid, sizes and warps of a kernel on rows: the fastest of those tried on an H200 at width 3072.
 
     Up to width 4096 no kernel spills registers; up to 8192 half of the forward ones do, by up to 312 bytes a
-    thread, with one row a program hardly. Tokens come first: a grid's second side is below 65,536.
+    thread; of those with one row a program one does, by 24. Tokens come first: a grid's second side is below
+    65,536.
     """
     batch, tokens, width = x.shape
     rows = rows if tokens >= 64 else 1

@@ -114,7 +114,7 @@ def grid_runs(sweep: SweepFile) -> list[SweepRun]:
 
 def sweep_run(sweep: SweepFile, settings: Settings) -> SweepRun:
     """A run of these settings, named after them."""
-    name = _name(sweep.name, settings)
+    name = _name(sweep.name, {key: value for key, value in settings.items() if key != "stage"})
     given = {**sweep.set, **settings}
     # The algorithm first: its other keys start from its own defaults when it changes.
     keys = sorted(given, key=lambda key: key != "algorithm.name")

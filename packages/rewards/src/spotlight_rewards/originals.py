@@ -41,7 +41,7 @@ def original_of(reward: str, prompt: str, record: Mapping[str, Any], field: str 
         ) from error
 
 
-@lru_cache(maxsize=8)  # the members of a group share theirs; one of 2048 x 2048 pixels takes 13 MB
+@lru_cache(maxsize=32)  # the members of groups share theirs; one of 2048 x 2048 pixels takes 13 MB
 def _opened(path: str) -> Image:
     with open_picture(at_home(path)) as picture:
         return np.asarray(ImageOps.exif_transpose(picture).convert("RGB"))

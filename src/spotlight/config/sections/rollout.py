@@ -104,10 +104,6 @@ class RolloutConfig(Section):
                    SdeWindowConfig.model_fields[key].default,
                    f"It is for {kind} windows: leave it out, or set rollout.sde_window.kind={kind}.")
           for key, kind in (("per", "random"), ("every", "sliding"), ("decay", "sliding"))),
-        *(Requires(f"rollout.sde_window.{key}", {"rollout.sde_window.kind": "all"},
-                   SdeWindowConfig.model_fields[key].default,
-                   "It is for windows: leave it out, or set rollout.sde_window.kind=random.")
-          for key in ("size", "low", "high")),
         Requires("rollout.initial_noise", {"rollout.sampler": "ode"}, "sample",
                  "All samples of a group would be equal: leave it out, or set a stochastic sampler."),
         Requires("rollout.initial_noise", {"exploration": SET}, "sample",

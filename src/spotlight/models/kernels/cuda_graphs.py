@@ -2,8 +2,8 @@
 where small batches otherwise wait for the host.
 
 A forward is captured the second time that its kind comes: weight slot, autocast, shapes, and every argument
-that is no tensor. The first time runs eagerly, fills the model's caches, and makes the tensors of Python
-numbers that the second one takes: their copy to the device waits for it, which a capture may not.
+that is no tensor. The first time runs eagerly, fills the model's caches, and keeps the tensors that it makes
+of Python numbers for the second one: making one waits for the device, which a capture may not.
 
 Invariants:
 - A replay reads weights where they lay at capture, so slots are written in place, and never merged.

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile, ZipFile
+from zipfile import ZIP_DEFLATED, ZIP_STORED, BadZipFile, ZipFile
 
 from spotlight_rewards.base.files import TEMPORARY_PREFIX, discard, open_regular, read_regular
 
@@ -113,15 +113,19 @@ def _file_at(path: str, within: Sequence[Path]) -> bytes:
     name, chained, archive = path.removeprefix("zip://").partition("::")
     if not (path.startswith("zip://") and chained):
         return read_regular(_inside(path, within), PICTURE_BYTES_MAX)
+    there = _inside(archive, within)
     try:
-        with _opened(_inside(archive, within)).open(name) as found:
+        opened = _opened(there, there.stat().st_mtime_ns, there.stat().st_ino)
+        if (kind := opened.getinfo(name).compress_type) not in (ZIP_STORED, ZIP_DEFLATED):
+            raise BadZipFile(f"compression {kind}, which Python does not bound; expected none or deflate")
+        with opened.open(name) as found:
             return found.read(PICTURE_BYTES_MAX + 1)
     except (BadZipFile, KeyError, RuntimeError, EOFError, zlib.error) as error:
         raise ValueError(f"the file {path!r}, which cannot be read ({error}); expected a picture") from error
 
 
 @lru_cache(maxsize=1)  # its pictures follow one another
-def _opened(archive: Path) -> ZipFile:
+def _opened(archive: Path, *version: int) -> ZipFile:
     open_regular(archive).close()
     return ZipFile(archive)
 

@@ -90,6 +90,11 @@ def frames_of(media: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return media[None] if media.ndim == 3 else media
 
 
+def cells_of(media: NDArray[np.uint8]) -> int:
+    """How much room it takes on a page, where a video shows some of its frames."""
+    return min(len(frames_of(media)), _CONTACT_FRAMES)
+
+
 def reduced(media: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """As many frames as a page plays, none larger than it shows them."""
     frames = frames_of(media)
