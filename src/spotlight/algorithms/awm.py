@@ -20,7 +20,7 @@ from torch import Tensor
 from spotlight.algorithms.base import LossTerms, PolicyModel, Slot, Timesteps, TrainBatch
 from spotlight.algorithms.base_algorithm import BaseAlgorithm
 from spotlight.algorithms.flow_grpo import clipped_surrogate
-from spotlight.algorithms.forward_process import Noised, mean_square, noised, norm_ratio, velocity_under
+from spotlight.algorithms.forward_process import Noised, distance_to, mean_square, noised
 from spotlight.algorithms.replay import log_probs_before
 from spotlight.config.sections.algorithm import AWMConfig
 
@@ -60,12 +60,7 @@ class AWM(BaseAlgorithm):
         metrics["matching_loss"] = matching.detach()
         for slot, weight in self._anchors():
             if weight > 0:
-                anchor = velocity_under(policy, slot, batch, at, velocity)
-                distance = mean_square(velocity - anchor)
-                loss = loss + weight * distance
-                metrics[f"{slot}_distance"] = distance.detach()
-                if slot == "reference":
-                    metrics["velocity_norm_ratio"] = norm_ratio(velocity, anchor)
+                loss = loss + weight * distance_to(slot, policy, batch, at, velocity, metrics)
         return LossTerms(loss, metrics)
 
     def _matching(self, velocity: Tensor, at: Noised, batch: TrainBatch) -> Tensor:

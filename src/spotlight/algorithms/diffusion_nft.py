@@ -17,9 +17,9 @@ from typing import ClassVar
 from spotlight.algorithms.base import LossTerms, PolicyModel, Slot, Timesteps, TrainBatch
 from spotlight.algorithms.base_algorithm import BaseAlgorithm
 from spotlight.algorithms.forward_process import (
+    distance_to,
     mean_square,
     noised,
-    norm_ratio,
     velocity_under,
     weighted_error,
 )
@@ -49,9 +49,6 @@ class DiffusionNFT(BaseAlgorithm):
             "old_distance": mean_square(velocity.detach() - old),
         }
         if config.reference_weight > 0:
-            reference = velocity_under(policy, "reference", batch, at, velocity)
-            distance = mean_square(velocity - reference)
+            distance = distance_to("reference", policy, batch, at, velocity, metrics)
             loss = loss + config.reference_weight * distance
-            metrics["reference_distance"] = distance.detach()
-            metrics["velocity_norm_ratio"] = norm_ratio(velocity, reference)
         return LossTerms(loss, metrics)

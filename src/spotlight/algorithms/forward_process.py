@@ -71,6 +71,18 @@ def velocity_under(
         return policy.velocity(at.x, at.sigma, slot).float()
 
 
+def distance_to(
+    slot: Slot, policy: PolicyModel, batch: TrainBatch, at: Noised, velocity: Tensor, into: dict[str, Tensor]
+) -> Tensor:
+    """<(v - v_slot)²>, [batch]; ``into`` gets it as a metric, and the ratio of norms to the initial model."""
+    anchor = velocity_under(policy, slot, batch, at, velocity)
+    distance = mean_square(velocity - anchor)
+    into[f"{slot}_distance"] = distance.detach()
+    if slot == "reference":
+        into["velocity_norm_ratio"] = norm_ratio(velocity, anchor)
+    return distance
+
+
 def _levels(
     batch: TrainBatch, at: list[int], train_timesteps: int, levels: NoiseLevels, among: int | None
 ) -> Tensor:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from spotlight.algorithms.base import LossTerms, PolicyModel, Slot, Timesteps, TrainBatch
 from spotlight.algorithms.base_algorithm import BaseAlgorithm
-from spotlight.algorithms.forward_process import mean_square, noised, norm_ratio, velocity_under
+from spotlight.algorithms.forward_process import distance_to, mean_square, noised
 from spotlight.config.sections.newer_algorithms import RVMConfig
 
 
@@ -44,12 +44,7 @@ class RVM(BaseAlgorithm):
         loss = reward * error
         metrics = {"matching_loss": error.detach()}
         if config.anchor_weight > 0:
-            anchor = velocity_under(policy, config.anchor, batch, at, velocity)
-            distance = mean_square(velocity - anchor)
             pull = config.anchor_weight - (reward if config.anchor_rule == "complement" else 0)
-            loss = loss + pull * distance
-            metrics[f"{config.anchor}_distance"] = distance.detach()
-            if config.anchor == "reference":
-                metrics["velocity_norm_ratio"] = norm_ratio(velocity, anchor)
+            loss = loss + pull * distance_to(config.anchor, policy, batch, at, velocity, metrics)
         weight = at.sigma / miss.detach().abs().flatten(1).mean(1).clamp(min=1e-5) if config.normalise else 1
         return LossTerms(weight * loss / 2, metrics)

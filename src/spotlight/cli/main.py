@@ -23,15 +23,13 @@ from spotlight_rewards.commands.any_terminal import AnyTerminal
 from spotlight_rewards.commands.exit_codes import complain, failure
 from spotlight_rewards.registry import RegistryError
 
-_SPINS = "1000"
-
 
 def wait_for_threads_asleep() -> None:
     """Let torch's CPU threads wait for each other asleep, unless the environment says how they wait."""
     # GNU OpenMP reads it as torch is imported. By default it spins for milliseconds: on shared cores a thread
     # that waits has the core of the one it waits for, and a step takes more than twice as long.
     if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def version() -> None:

@@ -53,7 +53,6 @@ from spotlight_fleet.emulated.market import LocalMachines, Market
 from spotlight_fleet.providers.emulated_provider import EmulatedProvider
 from spotlight_rewards.base.errors import ConfigError, Problem
 from spotlight_rewards.pool.reward_lane import ScorerStarter
-from spotlight_rewards.pool.reward_pool import RewardPool
 from spotlight_rewards.pool.reward_process import RewardProcess, Scorer
 from spotlight_rewards.reward_config import RewardConfig
 
@@ -81,13 +80,15 @@ def train_on_cluster(
         # Rewards first, because their errors are the user's; before Ray is started or joined, if possible.
         site = stack.enter_context(_joined(config, observer)) if placed_by_ray(config) else None
         starter = None if site is None else _starter(config, site, observer)
-        rewards = _start_rewards(config, prompts, stack, starter)
+        rewards = stack.enter_context(build.make_reward_pool(config, merges=True, starter=starter))
+        used = prompts.used(config)
+        rewards.check([prompt.text for prompt in used], [prompt.metadata for prompt in used])
         directory = stack.enter_context(
             RunDirectory.open(config.runs_dir, config.name, dump_config(config), Resuming(config))
         )
         if site is None:
             site = stack.enter_context(_joined(config, observer))
-        materials = Materials(config, observer, prompts, prompts.used(config), rewards, profiled_steps)
+        materials = Materials(config, observer, prompts, used, rewards, profiled_steps)
         accounts = ClusterAccounts(time.monotonic, observer)
         accounts.written_s = began_here_s  # setup so far belongs to the attempt
         with open_attempt(
@@ -119,15 +120,6 @@ def _read_prompts(config: RunConfig) -> build.Prompts:
     prompts = require_startable(config)
     require_disk(config, prompts)
     return prompts
-
-
-def _start_rewards(
-    config: RunConfig, prompts: build.Prompts, stack: ExitStack, starter: ScorerStarter | None
-) -> RewardPool:
-    rewards = stack.enter_context(build.make_reward_pool(config, merges=True, starter=starter))
-    used = prompts.used(config)
-    rewards.check([prompt.text for prompt in used], [prompt.metadata for prompt in used])
-    return rewards
 
 
 def _starter(config: RunConfig, site: Site, observer: Observer) -> ScorerStarter:

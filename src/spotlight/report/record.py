@@ -16,7 +16,6 @@ from spotlight.store.ledger.history import History, read_history
 from spotlight.store.metrics import GRADED, JUDGED, STDERR, VALIDATION, MetricsRow, read_metrics
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.run_estimate import RunEstimate, estimated, read_estimate, read_so_far
-from spotlight_rewards.base.file_errors import StoreError
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +124,7 @@ def read_run(directory: Path) -> RunRecord:
         ConfigError: configuration of another version.
     """
     paths = RunPaths(directory)
-    if not paths.config.is_file():
-        raise StoreError(f"{directory}: not a run directory (no {paths.config.name}); see `spotlight runs`.")
+    paths.require_run()
     rows = read_metrics(directory)
     with closing(queries.open_readonly(paths.ledger)) as connection, queries.consistent_reading(connection):
         seconds = queries.gpu_seconds_by_phase(connection)

@@ -112,8 +112,7 @@ class Engine:
         on_device = _Mover(self._family.device)
         schedules = {rollout.steps: self._sigmas(rollout, recipe) for rollout in rollouts}
         for rollout in rollouts:
-            _require_path(recipe, rollout)
-            _require_preview(recipe, rollout)
+            _require_suited(recipe, rollout)
         return [
             RolloutState(
                 rollout=rollout,
@@ -311,11 +310,16 @@ class _Mover:
         return self._moved[id(condition)]
 
 
-def _require_path(recipe: Recipe, rollout: Rollout) -> None:
+def _require_suited(recipe: Recipe, rollout: Rollout) -> None:
     if recipe.path_steps is not None and rollout.steps > recipe.path_steps:
         raise ValueError(
             f"preview {rollout.id} has {rollout.steps} denoising steps, the rollouts it chooses seeds for "
             f"{recipe.path_steps}; expected at most as many"
+        )
+    if recipe.approximate and rollout.purpose is not Purpose.EXPLORE:
+        raise ValueError(
+            f"rollout {rollout.id} is to {rollout.purpose} with step_cache {recipe.step_cache} and autocast "
+            f"{recipe.autocast}: such shortcuts are for previews; expected 1 and None"
         )
 
 
@@ -333,14 +337,6 @@ def _levels(states: Sequence[RolloutState]) -> Tensor:
 def _own_kicks(states: Sequence[RolloutState], shape: torch.Size, device: torch.device) -> Tensor:
     seeds, steps = [state.rollout.seed for state in states], [state.step for state in states]
     return noise_batch(seeds, steps, shape, device)
-
-
-def _require_preview(recipe: Recipe, rollout: Rollout) -> None:
-    if recipe.approximate and rollout.purpose is not Purpose.EXPLORE:
-        raise ValueError(
-            f"rollout {rollout.id} is to {rollout.purpose} with step_cache {recipe.step_cache} and autocast "
-            f"{recipe.autocast}: such shortcuts are for previews; expected 1 and None"
-        )
 
 
 def _blocks(state: RolloutState) -> Blocks:

@@ -32,9 +32,7 @@ class SerializationError(ValueError):
 
 def pack_sample(finished: FinishedRollout) -> bytes:
     """The tensors that training needs."""
-    fields = {name: getattr(finished.tensors, name) for name in SampleTensors.__slots__}
-    tensors = {name: tensor for name, tensor in fields.items() if tensor is not None}
-    return pack_tensors("sample", finished.rollout.id, tensors)
+    return pack_tensors("sample", finished.rollout.id, finished.tensors.by_name())
 
 
 def unpack_sample(data: bytes) -> SampleTensors:

@@ -280,6 +280,11 @@ class SampleTensors:
     log_probs: Tensor | None = None
     gradient: Tensor | None = None
 
+    def by_name(self) -> dict[str, Tensor]:
+        """Those that are not None."""
+        fields = {name: getattr(self, name) for name in self.__slots__}
+        return {name: tensor for name, tensor in fields.items() if tensor is not None}
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FinishedRollout:

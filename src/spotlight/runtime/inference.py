@@ -95,10 +95,7 @@ class TrainedRun:
             ModelError: the model is missing, the run has no such weights, or it trained what to quantise.
         """
         paths = RunPaths(directory)
-        if not paths.config.is_file():
-            raise StoreError(
-                f"{directory}: not a run directory (no {paths.config.name}); see `spotlight runs`."
-            )
+        paths.require_run()
         config = _on_any_machine(load_dump(paths.config), device, quantize)
         checkpoints = CheckpointStore(paths.checkpoints, config.checkpoint.keep)
         iteration = _asked_iteration(directory, checkpoints, iteration, best)  # before the model is loaded

@@ -89,6 +89,13 @@ class RunPaths:
         self.summary = path / "summary.json"
         self.lock = path / "lock"
 
+    def require_run(self) -> None:
+        """Raise StoreError if it is no run directory."""
+        if not self.config.is_file():
+            raise StoreError(
+                f"{self.path}: not a run directory (no {self.config.name}); see `spotlight runs`."
+            )
+
     def attempt_log(self, attempt: int) -> Path:
         return self.attempts / f"{attempt:03d}.log"
 

@@ -59,7 +59,7 @@ def evaluate(
       spotlight eval runs/demo --prompts my_prompts.jsonl --images 32 --json
     """
     with errors_without_traceback():
-        from spotlight.cli.work_bar import WorkBar
+        from spotlight.cli.runs.progress import WorkBar
 
         trained = open_run(run, device, weights, iteration, best, by, quantize)
         with WorkBar() as bar:

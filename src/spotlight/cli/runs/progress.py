@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Group, RenderableType
 from rich.live import Live
+from rich.progress import TaskID
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -27,7 +28,7 @@ from spotlight.report.wording import duration, money, score
 from spotlight.runtime.observer import Observer
 from spotlight.scheduler.types import Phase
 from spotlight.store.metrics import JUDGED, STDERR
-from spotlight_rewards.base.terminal import TextConsole
+from spotlight_rewards.base.terminal import TextConsole, progress_bar
 
 if TYPE_CHECKING:
     from spotlight.config.schema import RunConfig
@@ -356,3 +357,26 @@ def replay_noise_note(row: Mapping[str, float], clip_range: float | None) -> str
         f"WARNING: {note}: noise decides what is clipped. Set algorithm.old_log_probs=stop_gradient, a "
         "larger algorithm.clip_range, or learner.autocast=none with model.dtype=float32"
     )
+
+
+class WorkBar(Observer):
+    """An ``Observer`` that draws one bar on stderr if it is a terminal. Use as a context manager."""
+
+    def __init__(self) -> None:
+        self._progress = progress_bar(TextConsole(stderr=True))
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def note(self, text: str) -> None:
+        self._progress.console.print(text, soft_wrap=True)
+
+    def work(self, phase: Phase, done: float, total: int) -> None:
+        if self._task is None:
+            self._task = self._progress.add_task(phase.value, total=total)
+        self._progress.update(self._task, completed=done, total=total, description=phase.value)

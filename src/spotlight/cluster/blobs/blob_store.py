@@ -89,7 +89,6 @@ class _Index:
     kinds: dict[str, dict[str, dict[str, _Entry]]] = field(default_factory=dict)
     recent: OrderedDict[_Key, _Entry] = field(default_factory=OrderedDict)
     memory_bytes: int = 0
-    disk_bytes: int = 0
     values: int = 0
     puts: int = 0
 
@@ -109,8 +108,6 @@ class _Index:
         if entry.path is None:
             self.recent[entry.key] = entry
             self.memory_bytes += entry.size
-        else:
-            self.disk_bytes += entry.size
 
     def remove(self, entry: _Entry) -> None:
         """Remove a blob. If it is moving, the mover frees its memory."""
@@ -123,13 +120,10 @@ class _Index:
         if entry.path is None:
             del self.recent[entry.key]
             self.memory_bytes -= 0 if entry.moving else entry.size
-        else:
-            self.disk_bytes -= entry.size
 
     def move_to(self, entry: _Entry, path: Path) -> None:
         del self.recent[entry.key]
         entry.data, entry.path = None, path
-        self.disk_bytes += entry.size
 
     def under(self, kind: str, names: Iterable[str], last_put: int | None) -> list[_Entry]:
         entries = [each for name in names for each in self.kinds.get(kind, {}).get(name, {}).values()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, PositiveFloat, PositiveInt
@@ -198,7 +197,9 @@ class ExplorationConfig(SeedChoiceConfig):
         """Maximum number of previewed seeds per prompt; None: only the planned ones."""
         if self.where != "idle":
             return None
-        return self.seeds_per_prompt_max or deepest_pool(group_size, self.arms(group_size, rollout_steps)[0])
+        # Beyond that many idle time adds no seeds: a group's contrast grows with its logarithm only.
+        deepest = max(_DEEPEST * group_size, *self.arms(group_size, rollout_steps)[0])
+        return self.seeds_per_prompt_max or deepest
 
     def step_cache_problem(self, model_path: str, why: str) -> Problem:
         """The problem of reusing blocks of a model that does not support it."""
@@ -245,8 +246,3 @@ class ExplorationConfig(SeedChoiceConfig):
 
 
 _DEEPEST = 16
-
-
-def deepest_pool(group_size: int, seed_counts: Iterable[int]) -> int:
-    """Pool size at which idle time stops adding seeds: a group's contrast grows with its logarithm only."""
-    return max(_DEEPEST * group_size, *seed_counts)

@@ -156,9 +156,6 @@ class SFTConfig(ForwardProcessSection):
     trains_on_stored: ClassVar[bool] = True
 
 
-_NO_ANCHOR = {"algorithm.anchor_weight": 0}
-
-
 class RVMConfig(ForwardProcessSection):
     """RVM (arXiv 2608.23664): velocities towards rewarded samples and away from others, on final latents."""
 
@@ -183,7 +180,7 @@ class RVMConfig(ForwardProcessSection):
 
     requires = (
         *(
-            Requires(f"algorithm.{key}", _NO_ANCHOR, default,
+            Requires(f"algorithm.{key}", {"algorithm.anchor_weight": 0}, default,
                      "There is no anchor: set algorithm.anchor_weight, or leave it out.")
             for key, default in (("anchor", "reference"), ("anchor_rule", "constant"))
         ),

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from spotlight.models.condition import GRIDS, REFERENCES
 from spotlight.models.families.flux import Flux
 from spotlight.models.family import ConditionBatch, Instruction, MediaSize, ModelError, pack
-from spotlight.models.family_facts import ActivationCosts, read_models
+from spotlight.models.family_facts import read_models
 from spotlight.models.shared.checks import require_even_split
 from spotlight.models.shared.rows import by_kind
 from spotlight.models.text.references import open_reference, reference_sides
@@ -30,9 +30,6 @@ class FluxKontext(Flux):
 
     name = "flux-kontext"
     pipeline_class = "FluxKontextPipeline"
-    activations = ActivationCosts(
-        lora=14.5, full=23.0, elementwise=11.8, checkpointed=1.5, forward=15.5, decode=6.5
-    )
     embedded_guidance = 2.5
     references_max = 1
     reference_tokens = 4150  # of 800 x 1328, the largest of the sizes

@@ -26,6 +26,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Protocol, TypeGuard
 
 import torch
@@ -231,7 +232,8 @@ class _Split:
         self._group = group
         self._rank, self.degree = group.rank(), group.size()
         self._shares = TokenShares((), ())
-        self._with_text = _splits_text(module)
+        # Text that is attended to together with the image is split too.
+        self._with_text = any(isinstance(plan, Mapping) and _TEXT in plan for plan in _plan(module).values())
         self._takes = inspect.signature(module.forward).parameters
         self._handles: list[RemovableHandle] = [
             module.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)
@@ -386,22 +388,13 @@ def require_interface() -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Mesh:
-    """Stands in for a one-dimensional device mesh; attention only asks for its group."""
-
-    group: dist.ProcessGroup
-
-    def get_group(self) -> dist.ProcessGroup:
-        return self.group
-
-
 def _config(group: dist.ProcessGroup) -> ParallelConfig:
     config = ContextParallelConfig(ulysses_degree=group.size())
     config._rank = config._ulysses_local_rank = group.rank()
     config._world_size = group.size()
     # One communicator instead of diffusers' four, since each must be recreated at every regroup.
-    config._ulysses_mesh = config._flattened_mesh = _Mesh(group)
+    # It stands in for a one-dimensional device mesh, which attention only asks for its group.
+    config._ulysses_mesh = config._flattened_mesh = SimpleNamespace(get_group=lambda: group)
     return ParallelConfig(context_parallel_config=config)
 
 
@@ -413,11 +406,6 @@ def _plan(module: nn.Module) -> Mapping[str, object]:
             "cannot be split over several GPUs; use degree 1"
         )
     return plan
-
-
-def _splits_text(module: nn.Module) -> bool:
-    """Whether the text is attended to together with the image, so that it is split too."""
-    return any(isinstance(plan, Mapping) and _TEXT in plan for plan in _plan(module).values())
 
 
 def _splits(processor: object) -> TypeGuard[Processor]:

@@ -21,7 +21,7 @@ from spotlight.data.datasets import load_prompts as load_prompts
 from spotlight.data.datasets import read_prompts as read_prompts
 from spotlight.data.media_size import media_size
 from spotlight.data.section_names import under
-from spotlight.diffusion.samplers import ODE, Sampler, build_sampler
+from spotlight.diffusion.samplers import ODE, build_sampler
 from spotlight.diffusion.schedule import AllSteps, RandomWindow, SdeWindow, SlidingWindow
 from spotlight.models.condition import Condition
 from spotlight.models.experts import denoisers
@@ -107,12 +107,6 @@ def torch_dtype(name: Literal["float32", "bfloat16"]) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
-def make_sampler(config: RunConfig) -> Sampler:
-    """The sampler of train rollouts."""
-    name = config.rollout.sampler
-    return build_sampler(name, 0.0 if name == "ode" else config.rollout.noise_level)
-
-
 def make_window(config: RunConfig) -> SdeWindow | None:
     """The stochastic steps of train rollouts; None for the ODE."""
     window = config.rollout.sde_window
@@ -131,8 +125,10 @@ def make_window(config: RunConfig) -> SdeWindow | None:
 
 
 def make_algorithm(config: RunConfig) -> Algorithm:
-    """The RL algorithm."""
-    return build_algorithm(config.algorithm, make_sampler(config))
+    """The RL algorithm, with the sampler of train rollouts."""
+    name = config.rollout.sampler
+    sampler = build_sampler(name, 0.0 if name == "ode" else config.rollout.noise_level)
+    return build_algorithm(config.algorithm, sampler)
 
 
 def make_slots(config: RunConfig, family: ModelFamily, algorithm: Algorithm) -> WeightSlots:

@@ -16,7 +16,6 @@ from spotlight.rollout.state import Recipe
 
 ROW = "exploration/"
 """Prefix of exploration metrics."""
-_MISSING: Mapping[str, object] = {}
 
 
 def preview_recipe(config: RunConfig, train: Recipe) -> Recipe:
@@ -77,4 +76,4 @@ def report_note(report: Mapping[str, object]) -> str | None:
 
 def _part(tree: Mapping[str, object], name: str) -> Mapping[str, object]:
     found = tree.get(name)
-    return found if isinstance(found, Mapping) else _MISSING
+    return found if isinstance(found, Mapping) else {}

@@ -173,7 +173,7 @@ def deal(
         rows = torch.zeros(len(leaving), sum(math.prod(shape) for shape in shapes.values()))
         if source == ranks.rank:
             for row, move in zip(rows, leaving, strict=True):
-                parts = _present(dealt.pop(move.rollout)).values()
+                parts = dealt.pop(move.rollout).by_name().values()
                 torch.cat([each.reshape(-1) for each in parts], out=row)
         for row, move in zip(ranks.broadcast(rows, source), leaving, strict=True):
             if move.target == ranks.rank:
@@ -181,13 +181,8 @@ def deal(
     return trained, dealt
 
 
-def _present(sample: SampleTensors) -> dict[str, Tensor]:
-    fields = {each.name: getattr(sample, each.name) for each in dataclasses.fields(sample)}
-    return {name: tensor for name, tensor in fields.items() if tensor is not None}
-
-
 def _layout(sample: SampleTensors) -> dict[str, list[int]]:
-    return {name: list(tensor.shape) for name, tensor in _present(sample).items()}
+    return {name: list(tensor.shape) for name, tensor in sample.by_name().items()}
 
 
 def _sample(row: Tensor, shapes: Mapping[str, Sequence[int]]) -> SampleTensors:
