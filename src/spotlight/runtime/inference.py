@@ -208,16 +208,14 @@ class TrainedRun:
     def _score(
         self, rollouts: Sequence[Rollout], prompts: Mapping[PromptId, Prompt], observer: Observer, count: int
     ) -> dict[RolloutId, dict[str, float]]:
-        inputs = {prompt.id: self._input(prompt.text, prompt.references) for prompt in prompts.values()}
+        used = prompts.values()
+        inputs = {prompt.id: self._input(prompt.text, prompt.references) for prompt in used}
         issued = Counter(rollout.prompt_id for rollout in rollouts)
         waiting: list[tuple[list[RolloutId], Future[RewardBatch]]] = []  # no pictures: they are freed
         finished, made = list[FinishedRollout](), 0
         config = _rewards_here(self.config, count)
         with build.make_reward_pool(config, run_directory=self.directory) as rewards:
-            rewards.check(
-                [prompt.text for prompt in prompts.values()],
-                [prompt.metadata for prompt in prompts.values()],
-            )
+            rewards.check([prompt.text for prompt in used], [prompt.metadata for prompt in used])
             for results in self._denoise(rollouts, inputs, None, observer):
                 for result in results:
                     if isinstance(result, FailedRollout):

@@ -102,9 +102,7 @@ class HunyuanVideo(ModelFamily):
 
     def embed(self, pipeline: Any, prompt: str) -> dict[str, Tensor]:
         """The pipeline's own embeddings without padding."""
-        embeds, pooled, mask = pipeline.encode_prompt(
-            prompt, device=self.text_device, max_sequence_length=self.max_text_tokens
-        )
+        embeds, pooled, mask = self.encoded(pipeline, prompt)
         kept = after_template(embeds[0, mask[0].bool()], prompt, self.files, "Llama")
         return {"embeds": kept, "pooled": pooled[0]}
 

@@ -64,8 +64,7 @@ class Fidelity:
 
     def as_metrics(self) -> Mapping[str, float]:
         """Measured values by name."""
-        named = asdict(self)
-        return {name: float(value) for name, value in named.items() if value is not None}
+        return {name: float(value) for name, value in asdict(self).items() if value is not None}
 
 
 def fidelity(groups: Sequence[GroupEvidence]) -> Fidelity:
