@@ -14,18 +14,22 @@ import pytest
 from spotlight_plan.processes import in_processes
 
 LONG_S = 600.0
+WORK = f"""
+import os, time
+from pathlib import Path
+
+def work(folder):
+    (Path(folder) / str(os.getpid())).touch()
+    time.sleep({LONG_S})
+"""
 PROGRAM = """
 import sys
-from tests.unit.test_plan_processes import sleep_long
+from work import work
 from spotlight_plan.processes import in_processes
+
 if __name__ == "__main__":
-    list(in_processes(sleep_long, [sys.argv[1]] * 5, 2))
+    list(in_processes(work, [sys.argv[1]] * 5, 2))
 """
-
-
-def sleep_long(folder: str) -> None:
-    (Path(folder) / str(os.getpid())).touch()
-    time.sleep(LONG_S)
 
 
 def squared(x: int) -> int:
@@ -43,6 +47,7 @@ def test_results_are_in_order_and_the_first_error_is_raised() -> None:
 @pytest.mark.parametrize("to_all", [True, False], ids=["terminal", "this process"])
 def test_ctrl_c_ends_all_processes_without_a_word_of_theirs(to_all: bool, tmp_path: Path) -> None:
     """A terminal sends it to all; ``kill`` to the command alone."""
+    (tmp_path / "work.py").write_text(WORK)
     (tmp_path / "program.py").write_text(PROGRAM)
     (begun := tmp_path / "begun").mkdir()
     command = [sys.executable, str(tmp_path / "program.py"), str(begun)]

@@ -272,12 +272,8 @@ def _explain(detail: ErrorDetails, algorithm: type[AlgorithmSection] | None) -> 
         items = f"at least {detail['ctx']['min_length']} item"
         return Problem(key, repr(detail["input"]), items, "Add one in the brackets: [ITEM].")
     if detail["type"] == "string_pattern_mismatch":
-        return Problem(
-            key,
-            repr(detail["input"]),
-            RUN_NAME_IS,
-            f"Give the run another: {key}=NAME, or `{key}: NAME` in the file.",
-        )
+        remedy = f"Give the run another: {key}=NAME, or `{key}: NAME` in the file."
+        return Problem(key, repr(detail["input"]), RUN_NAME_IS, remedy)
     expected = re.sub(r"^(Input should be |Value error, |\w+ should have )", "", detail["msg"])
     named = "entry points" in expected
     other = absent_remedy(detail["input"]) if named else _default_of(parts, algorithm)
