@@ -23,11 +23,12 @@ def work(folder):
     time.sleep({LONG_S})
 """
 PROGRAM = """
-import sys
+import signal, sys
 from work import work
 from spotlight_plan.processes import in_processes
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell runs in the background ignores it
     list(in_processes(work, [sys.argv[1]] * 5, 2))
 """
 
