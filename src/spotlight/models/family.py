@@ -369,12 +369,6 @@ class ModelFamily(FamilyTraits, ABC):
         self.check_size(size)
         return self._schedule(steps, size).clone()
 
-    def encoded(self, pipeline: Any, prompt: str) -> Any:
-        """What the pipeline's ``encode_prompt`` gives at this length of text."""
-        return pipeline.encode_prompt(
-            prompt, device=self.text_device, max_sequence_length=self.max_text_tokens
-        )
-
     def encode(self, prompts: Sequence[ModelInput]) -> list[Condition]:
         """Embed prompts, on the CPU, through the disk cache."""
         return self._prompts.encode(prompts)

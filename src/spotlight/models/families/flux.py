@@ -82,7 +82,9 @@ class Flux(ScaledVaeFamily):
 
     def embed(self, pipeline: Any, prompt: str) -> dict[str, Tensor]:
         """The pipeline's own ``encode_prompt``; it cuts CLIP's tokens at 77, T5's at ``max_text_tokens``."""
-        embeds, pooled, _ = self.encoded(pipeline, prompt)
+        embeds, pooled, _ = pipeline.encode_prompt(
+            prompt, device=self.text_device, max_sequence_length=self.max_text_tokens
+        )
         return {"embeds": embeds[0], "pooled": pooled[0]}
 
     def predict(

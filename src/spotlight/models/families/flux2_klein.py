@@ -100,7 +100,9 @@ class Flux2Klein(ModelFamily):
 
     def embed(self, pipeline: Any, prompt: str) -> dict[str, Tensor]:
         """The pipeline's own embeddings, cut and padded to ``max_text_tokens``."""
-        embeds, _ = self.encoded(pipeline, prompt)
+        embeds, _ = pipeline.encode_prompt(
+            prompt, device=self.text_device, max_sequence_length=self.max_text_tokens
+        )
         return {"embeds": embeds[0]}
 
     def dynamic_shift(self, steps: int, size: MediaSize) -> dict[str, float]:

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from spotlight.models.families.flux import Flux
 from spotlight.models.family import ConditionBatch, MediaSize, ModelFamily
 from spotlight.models.family_facts import (
     ActivationCosts,
@@ -46,7 +45,11 @@ class HunyuanVideo(ModelFamily):
         "text_encoder": PipelineComponent(("LlamaModel",), weights=True, lazy=True),
         "text_encoder_2": PipelineComponent(("CLIPTextModel",), weights=True, lazy=True),
     }
-    lora_targets = Flux.lora_targets  # its blocks are named alike
+    lora_targets = (
+        *("to_q", "to_k", "to_v", "to_out.0"),
+        *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
+        *("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
+    )
     lora_names = {"comfyui": HUNYUAN_COMFYUI, "kohya": HUNYUAN_KOHYA}
     activations = ActivationCosts(
         lora=14.5, full=23.5, elementwise=9.7, checkpointed=1.15, forward=16.0, decode=10.5
@@ -102,7 +105,9 @@ class HunyuanVideo(ModelFamily):
 
     def embed(self, pipeline: Any, prompt: str) -> dict[str, Tensor]:
         """The pipeline's own embeddings without padding."""
-        embeds, pooled, mask = self.encoded(pipeline, prompt)
+        embeds, pooled, mask = pipeline.encode_prompt(
+            prompt, device=self.text_device, max_sequence_length=self.max_text_tokens
+        )
         kept = after_template(embeds[0, mask[0].bool()], prompt, self.files, "Llama")
         return {"embeds": kept, "pooled": pooled[0]}
 

@@ -21,7 +21,6 @@ from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideo
 from torch import Tensor, nn
 
 from spotlight.models.condition import EMBEDS
-from spotlight.models.families.flux import Flux
 from spotlight.models.family import ConditionBatch, MediaSize, ModelFamily
 from spotlight.models.family_facts import (
     ActivationCosts,
@@ -56,7 +55,11 @@ class HunyuanVideo15(ModelFamily):
         "text_encoder": PipelineComponent(("Qwen2_5_VLTextModel",), weights=True, lazy=True),
         "text_encoder_2": PipelineComponent(("T5EncoderModel",), weights=True, lazy=True),
     }
-    lora_targets = Flux.lora_targets  # its blocks are named alike
+    lora_targets = (
+        *("to_q", "to_k", "to_v", "to_out.0"),
+        *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
+        *("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
+    )
     activations = ActivationCosts(
         lora=19.2, full=25.4, elementwise=11.2, checkpointed=1.2, forward=12.0, decode=6.0
     )

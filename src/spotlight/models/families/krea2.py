@@ -81,7 +81,9 @@ class Krea2(QwenVaeFamily):
 
     def embed(self, pipeline: Any, prompt: str) -> dict[str, Tensor]:
         """The pipeline's own embeddings, cut at ``max_text_tokens``, without padding."""
-        embeds, mask = self.encoded(pipeline, prompt)
+        embeds, mask = pipeline.encode_prompt(
+            prompt, device=self.text_device, max_sequence_length=self.max_text_tokens
+        )
         return {"embeds": embeds[0][mask[0]].flatten(1)}
 
     def dynamic_shift(self, steps: int, size: MediaSize) -> dict[str, float]:
