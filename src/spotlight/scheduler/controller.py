@@ -335,7 +335,7 @@ class Controller:
             self._stages.move(Trigger.EVALUATION_SCORED)
             if not self.work.report_evaluation(self.iteration, self.version):
                 why = "not one evaluation sample was scored, nothing is known"
-                self._stop(f"iteration {self.iteration}: {why}")
+                self._stop(f"iteration {self.iteration + 1}: {why}")
         else:
             self._stages.move(Trigger.SAMPLES_SCORED)
             self._all_arrived()
@@ -378,9 +378,8 @@ class Controller:
             self._task_overlaps = not complete and leased > 0
             self.work.effects.append(task)
         elif complete:
-            self._stop(
-                f"iteration {self.iteration}: no group kept two scored samples, nothing can be learnt from it"
-            )
+            why = "no group kept two scored samples, nothing can be learnt from it"
+            self._stop(f"iteration {self.iteration + 1}: {why}")
 
     def _trained(
         self, event: ev.BatchPrepared | ev.MicroBatchTrained | ev.OptimizerStepped | ev.BatchFinished

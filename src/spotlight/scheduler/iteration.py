@@ -112,7 +112,7 @@ class Iteration(Work):
         if self.drops <= share * len(self.rollouts):
             return None
         return (
-            f"iteration {self.rollouts[rollout].iteration}: {self.drops} of {len(self.rollouts)} samples "
+            f"iteration {self.rollouts[rollout].iteration + 1}: {self.drops} of {len(self.rollouts)} samples "
             f"were dropped, more than reward_policy.max_drop_share = {share}; the last: {why}"
         )
 
