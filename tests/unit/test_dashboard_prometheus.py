@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import math
 import os
 import re
 import shutil
 import subprocess
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,13 +18,15 @@ from tempfile import TemporaryDirectory
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.dashboard_run import ITERATION_S, ITERATIONS, LEASES_EACH, client_of, make_run
+from tests.unit.dashboard_run import ITERATION_S, ITERATIONS, LEASES_EACH, ask, client_of, make_run
 from tests.unit.store_history import SCRATCH
 
 from spotlight_dashboard import answers as answers_module
+from spotlight_dashboard import shown_runs as shown_module
 from spotlight_dashboard.prometheus import CONTENT_TYPE, RunFigure, exposition
 from spotlight_dashboard.run_folders import RunFolder
 from spotlight_dashboard.shown_runs import ShownRuns
+from spotlight_dashboard.views.curves import CurveReader
 
 PROMTOOL = shutil.which("promtool")
 MONITORING = Path(__file__).parents[2] / "monitoring"
@@ -173,3 +177,26 @@ def test_every_panel_has_a_query_of_the_chosen_runs() -> None:
     assert all('run=~"$run"' in query for query in queries)
     places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in board["panels"]]
     assert len(places) == len(set(places))
+
+
+@pytest.mark.parametrize("asked", ["/api/runs", "/metrics"])
+def test_nothing_is_kept_of_a_run_that_is_gone(
+    asked: str, empty_place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = list[tuple[str, weakref.ref[CurveReader]]]()
+
+    class Reader(CurveReader):
+        def __init__(self, run: RunFolder) -> None:
+            super().__init__(run)
+            known.append((run.name, weakref.ref(self)))
+
+    monkeypatch.setattr(answers_module, "CurveReader", Reader)
+    monkeypatch.setattr(shown_module, "LOOKS_EVERY_S", 0.0)
+    client = client_of(empty_place)
+    for name in ("one", "two"):
+        make_run(empty_place / name)
+        ask(client, "metrics", run=name)
+    shutil.rmtree(empty_place / "one")
+    client.get(asked)
+    gc.collect()
+    assert [name for name, each in known if each() is not None] == ["two"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import gc
 import io
 import json
 import math
@@ -18,7 +17,6 @@ import sqlite3
 import subprocess
 import sys
 import threading
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
@@ -63,7 +61,6 @@ from spotlight_dashboard.report_pictures import PictureBudget, embedded
 from spotlight_dashboard.run_folders import RunFolder
 from spotlight_dashboard.shown_runs import ShownRuns
 from spotlight_dashboard.single_page import single_page
-from spotlight_dashboard.views.curves import CurveReader
 from spotlight_rewards.base.file_errors import StoreError
 
 # -- what it refuses --
@@ -95,29 +92,6 @@ def test_files_outside_the_list_are_not_served(client: TestClient, path: str) ->
 
 def test_links_out_of_the_folder_are_no_runs(client: TestClient) -> None:
     assert [run["name"] for run in client.get("/api/runs").json()["runs"]] == ["new", "wild"]
-
-
-@pytest.mark.parametrize("asked", ["/api/runs", "/metrics"])
-def test_nothing_is_kept_of_a_run_that_is_gone(
-    asked: str, empty_place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    known = list[tuple[str, weakref.ref[CurveReader]]]()
-
-    class Reader(CurveReader):
-        def __init__(self, run: RunFolder) -> None:
-            super().__init__(run)
-            known.append((run.name, weakref.ref(self)))
-
-    monkeypatch.setattr(answers_module, "CurveReader", Reader)
-    monkeypatch.setattr(shown_module, "LOOKS_EVERY_S", 0.0)
-    client = client_of(empty_place)
-    for name in ("one", "two"):
-        make_run(empty_place / name)
-        ask(client, "metrics", run=name)
-    shutil.rmtree(empty_place / "one")
-    client.get(asked)
-    gc.collect()
-    assert [name for name, each in known if each() is not None] == ["two"]
 
 
 def test_links_out_of_a_run_are_not_followed(places: Path, empty_place: Path) -> None:
