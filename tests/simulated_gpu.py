@@ -97,18 +97,18 @@ class GpuTensor(torch.Tensor):
         cls, func: Any, types: object, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         _check(func, args, tree_leaves((args, kwargs)))
-        result = func(*tree_map(_lower, args), **tree_map(_lower, kwargs or {}))
+        result = func(*tree_map(_cpu_values, args), **tree_map(_cpu_values, kwargs or {}))
         if func in BETWEEN_DEVICES and not isinstance(args[0], GpuTensor):
             return args[0]
-        raised = tree_map(_raise, result)
-        return raised if func in NO_VIEWS else return_and_correct_aliasing(func, args, kwargs or {}, raised)
+        placed = tree_map(_on_gpu, result)
+        return placed if func in NO_VIEWS else return_and_correct_aliasing(func, args, kwargs or {}, placed)
 
 
-def _lower(each: Any) -> Any:
+def _cpu_values(each: Any) -> Any:
     return each.on_cpu if isinstance(each, GpuTensor) else each
 
 
-def _raise(each: Any) -> Any:
+def _on_gpu(each: Any) -> Any:
     return GpuTensor(each) if isinstance(each, torch.Tensor) and not isinstance(each, GpuTensor) else each
 
 
@@ -131,7 +131,7 @@ class _ToGpu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return _lower(gradients[0]).clone()
+        return _cpu_values(gradients[0]).clone()
 
 
 class _ToCpu(torch.autograd.Function):
@@ -141,7 +141,7 @@ class _ToCpu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return _raise(gradients[0].clone())
+        return _on_gpu(gradients[0].clone())
 
 
 def _moved(x: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -158,7 +158,7 @@ class _NewOnGpu(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         given = any(isinstance(each, torch.Tensor) for each in tree_leaves((args, kwargs)))
-        return result if given else tree_map(_raise, result)
+        return result if given else tree_map(_on_gpu, result)
 
 
 class _Devices(TorchFunctionMode):
@@ -178,14 +178,9 @@ class _Devices(TorchFunctionMode):
             kwargs |= {} if device is None else {"device": device}
             with _NewOnGpu() if on_gpu else ExitStack():
                 return func(*args, **kwargs)
-        created = _lower(func(*args, **kwargs, **({} if on_gpu else {"device": CPU})))
-        return (_raise if torch.device(device).type == "cuda" else _same)(created).requires_grad_(
-            created.requires_grad
-        )
-
-
-def _same(each: Any) -> Any:
-    return each
+        created = _cpu_values(func(*args, **kwargs, **({} if on_gpu else {"device": CPU})))
+        placed = _on_gpu(created) if torch.device(device).type == "cuda" else created
+        return placed.requires_grad_(created.requires_grad)
 
 
 def _to(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -199,7 +194,7 @@ def _to(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         elif isinstance(each, (str, torch.device)):
             device = torch.device(each)
     if device is not None and device.type == "meta":
-        return torch.empty_like(_lower(x), device="meta", dtype=dtype)
+        return torch.empty_like(_cpu_values(x), device="meta", dtype=dtype)
     moved = x if device is None else _moved(x, device)
     with _NewOnGpu() if isinstance(moved, GpuTensor) else ExitStack():
         return moved.to(dtype=dtype or moved.dtype, copy=copied and moved is x)
@@ -222,10 +217,12 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     torch.Tensor.to: _to,
     torch.Tensor.cpu: lambda x, *args, **kwargs: _moved(x, CPU),
     torch.Tensor.cuda: lambda x, *args, **kwargs: _moved(x, GPU),
-    torch.Tensor.tolist: lambda x: _lower(x).tolist(),
+    torch.Tensor.tolist: lambda x: _cpu_values(x).tolist(),
     torch.Tensor.pin_memory: lambda x: x,
     torch.Tensor.is_pinned: lambda x: False,
-    torch.Tensor.new_tensor: lambda x, data, **kwargs: _moved(_lower(x).new_tensor(data, **kwargs), x.device),
+    torch.Tensor.new_tensor: lambda x, data, **kwargs: _moved(
+        _cpu_values(x).new_tensor(data, **kwargs), x.device
+    ),
 }
 
 

@@ -115,7 +115,8 @@ def _file_at(path: str, within: Sequence[Path]) -> bytes:
         return read_regular(_inside(path, within), PICTURE_BYTES_MAX)
     there = _inside(archive, within)
     try:
-        opened = _opened(there, there.stat().st_mtime_ns, there.stat().st_ino)
+        now = there.stat()
+        opened = _opened(there, now.st_mtime_ns, now.st_ino)
         if (kind := opened.getinfo(name).compress_type) not in (ZIP_STORED, ZIP_DEFLATED):
             raise BadZipFile(f"compression {kind}, which Python does not bound; expected none or deflate")
         with opened.open(name) as found:
