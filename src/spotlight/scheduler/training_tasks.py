@@ -169,7 +169,7 @@ class TrainingTasks:
             return None
         self.overlapped += sum(len(part.group.rollouts) for part in chosen)
         choice = self._plan.choice
-        planned = sum(choice.of_group(len(self._members(slot))) for slot in self.slots_of(0))
+        planned = sum(choice.of_group(len(self._current.groups[slot])) for slot in self.slots_of(0))
         self._announced.setdefault(0, planned)
         return self._prepare([(0, part) for part in chosen], partial=True)
 
@@ -232,7 +232,7 @@ class TrainingTasks:
         found = list(self._ready(slots))
         taken = {rollout for part in found for rollout in part.group.rollouts + part.left_out}
         for slot in slots:
-            for rollout in self._members(slot)[self._sliced.get(slot, 0) :]:
+            for rollout in self._current.groups[slot][self._sliced.get(slot, 0) :]:
                 if rollout in self._current.scores and rollout not in taken:
                     why = "the rest of its group was dropped"
                     self._work.leave_out(rollout, DropReason.GROUP_TOO_SMALL, why)
@@ -311,15 +311,14 @@ class TrainingTasks:
 
     def _ready(self, slots: Iterable[int]) -> Iterator[Part]:
         current = self._current
-        keys = list(current.groups)
         for slot in slots:
-            prompt, sliced = keys[slot][1], self._sliced.get(slot, 0)
-            members = current.groups[keys[slot]]
+            members, sliced = current.groups[slot], self._sliced.get(slot, 0)
             if sliced == len(members):
                 continue
             cut = (policy.parts(slot, members) for policy in self._policies)
             found = next((parts for parts in cut if parts is not None), None)
             if found is None:
+                prompt = current.rollouts[members[0]].prompt_id
                 found = whole_group(
                     slot, prompt, members, current.scores, lambda name: name not in current.unscored
                 )
@@ -328,9 +327,6 @@ class TrainingTasks:
                     for policy in self._policies:
                         part = policy.select(part, self.iteration)
                     yield part
-
-    def _members(self, slot: int) -> list[RolloutId]:
-        return list(self._current.groups.values())[slot]
 
     def slots_of(self, update: int) -> range:
         """As planned, regardless of drops."""
