@@ -307,11 +307,11 @@ def _cuts_groups(
     iteration: int,
     update: int,
     size: int,
-    update_samples: int | None = None,
+    update_samples: int,
     *,
-    whole_groups: bool = False,
+    whole_groups: bool,
 ) -> list[MicroBatch]:
-    return _micro_batches(groups, iteration, update, size, update_samples)
+    return _micro_batches(groups, iteration, update, size, update_samples, whole_groups=False)
 
 
 def _counts_none_left_out(

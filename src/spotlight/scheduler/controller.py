@@ -74,7 +74,7 @@ from spotlight.scheduler.stages import (
     StageMachine,
     Trigger,
 )
-from spotlight.scheduler.training_tasks import TrainingTasks
+from spotlight.scheduler.training_tasks import Answer, TrainingTasks
 from spotlight.scheduler.types import Filler, PolicyVersion, Rollout, RolloutId
 from spotlight_rewards.base.prompts import Prompt
 
@@ -381,9 +381,7 @@ class Controller:
             why = "no group kept two scored samples, nothing can be learnt from it"
             self._stop(f"iteration {self.iteration + 1}: {why}")
 
-    def _trained(
-        self, event: ev.BatchPrepared | ev.MicroBatchTrained | ev.OptimizerStepped | ev.BatchFinished
-    ) -> None:
+    def _trained(self, event: Answer) -> None:
         task = self.training.task
         self.training.answered(event)
         match event:
