@@ -133,7 +133,7 @@ def make_plan(config: RunConfig, ranks: int | None = None) -> RunPlan:
     memory, fitting = ((), ()) if needs is None else _memory(config, needs, prompts, evaluated)
     return RunPlan(
         samples=config.rollout.prompts_per_iteration * config.rollout.group_size,
-        trained_samples=_trained_samples(config),
+        trained_samples=config.trained_samples,
         trained_timesteps=config.trained_timesteps,
         guidance=forwards_per_velocity(config),
         passes=count_passes(config, images),
@@ -218,7 +218,7 @@ def count_passes(config: RunConfig, evaluation_images: int) -> Passes:
     """Passes per iteration: samples x steps (or trained timesteps) x forwards per velocity."""
     algorithm, guidance = config.algorithm, forwards_per_velocity(config)
     samples = config.rollout.prompts_per_iteration * config.rollout.group_size * guidance
-    trained = _trained_samples(config) * guidance * config.trained_timesteps
+    trained = config.trained_samples * guidance * config.trained_timesteps
     updates = config.learner.updates_per_batch  # divides the samples
     later = trained - trained // updates
     return Passes(
@@ -240,12 +240,6 @@ def count_passes(config: RunConfig, evaluation_images: int) -> Passes:
 def _recomputed(config: RunConfig, trained: int) -> int:
     every = config.learner.recompute
     return trained // every if isinstance(every, int) else trained * (every in ("blocks", "auto"))
-
-
-def _trained_samples(config: RunConfig) -> int:
-    """Per iteration; silent groups count, as they are not known in advance."""
-    rollout = config.rollout
-    return rollout.prompts_per_iteration * (config.algorithm.train_samples or rollout.group_size)
 
 
 def _preview_passes(config: RunConfig) -> int:

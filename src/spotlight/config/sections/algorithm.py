@@ -17,8 +17,6 @@ from spotlight_rewards.registry import ANY_NAME
 
 if TYPE_CHECKING:
     from spotlight.config.schema import RunConfig
-    from spotlight.config.sections.learner_section import LearnerConfig
-    from spotlight.config.sections.rollout import RolloutConfig
 
 OldLogProbs = Literal["recompute", "stop_gradient", "rollout"]
 NoiseLevels = Literal["uniform", "schedule", "steps", "stratified_steps"]
@@ -86,7 +84,30 @@ def _reads_old_policy(run: RunConfig) -> bool:
 
 def _cut_groups(run: RunConfig) -> Iterator[Problem]:
     if run.fleet.driver == "ray":  # otherwise torchrun knows the ranks: see rank_problems
-        yield from run.algorithm.micro_batch_problems(run.rollout, run.learner, run.fleet.learner_ranks)
+        yield from group_problems(run, run.fleet.learner_ranks)
+
+
+def group_problems(run: RunConfig, ranks: int) -> Iterator[Problem]:
+    """Micro-batches, of all ranks together, that would cut groups the loss compares."""
+    algorithm, learner, group = run.algorithm, run.learner, run.trained_group
+    if not algorithm.compares_groups:
+        return
+    micro = learner.micro_batch_size * ranks
+    update = run.rollout.prompts_per_iteration // learner.updates_per_batch * group
+    if group % ranks:
+        yield Problem(
+            run.trained_group_key, str(group),
+            f"a multiple of the {ranks} ranks with algorithm.name={algorithm.name}",
+            f"The ranks share each group evenly: take {-(-group // ranks) * ranks}, or other ranks.",
+        )  # fmt: skip
+    elif micro < update and micro % group:
+        wanted = max(micro // group, 1) * group // ranks
+        yield Problem(
+            "learner.micro_batch_size", str(learner.micro_batch_size),
+            f"a multiple of {group // ranks} with algorithm.name={algorithm.name}, so that a micro-batch of "
+            f"the {ranks} rank(s) together holds whole groups of {group}",
+            f"Its loss compares the samples of a group: set {wanted}, or another {run.trained_group_key}.",
+        )  # fmt: skip
 
 
 _STORED: That[RunConfig] = That(
@@ -187,30 +208,6 @@ class AlgorithmSection(Section):
     def compares_groups(self) -> bool:
         """Whether its loss compares the samples of a group, which must be whole in a micro-batch then."""
         return False
-
-    def micro_batch_problems(
-        self, rollout: RolloutConfig, learner: LearnerConfig, ranks: int
-    ) -> Iterator[Problem]:
-        """Micro-batches, of all ranks together, that would cut groups the loss compares."""
-        if not self.compares_groups:
-            return
-        group, micro = self.train_samples or rollout.group_size, learner.micro_batch_size * ranks
-        key = "rollout.group_size" if self.train_samples is None else "algorithm.train_samples"
-        update = rollout.prompts_per_iteration // learner.updates_per_batch * group
-        if group % ranks:
-            yield Problem(
-                key, str(group),
-                f"a multiple of the {ranks} ranks with algorithm.name={self.name}",
-                f"The ranks share each group evenly: take {-(-group // ranks) * ranks}, or other ranks.",
-            )  # fmt: skip
-        elif micro < update and micro % group:
-            wanted = max(micro // group, 1) * group // ranks
-            yield Problem(
-                "learner.micro_batch_size", str(learner.micro_batch_size),
-                f"a multiple of {group // ranks} with algorithm.name={self.name}, so that a micro-batch of "
-                f"the {ranks} rank(s) together holds whole groups of {group}",
-                f"Its loss compares the samples of a group: set {wanted}, or another {key}.",
-            )  # fmt: skip
 
     requires: ClassVar[Sequence[Requirement[RunConfig]]] = (
         Requires("algorithm.train_samples", {}, at_most("rollout.group_size"),
