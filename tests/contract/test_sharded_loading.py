@@ -113,7 +113,7 @@ def test_rollouts_keep_gathered_what_fits_beside_the_largest_peak(
     monkeypatch.setattr(sharding, "gathered", recorded)
     monkeypatch.setattr(sharding, "free_bytes", lambda device: now["free"])
     monkeypatch.setattr(sharding, "measured_peak", lambda device: nullcontext(lambda: now["peak"]))
-    monkeypatch.setattr(gathering, "_agreed", lambda mine: mine)
+    monkeypatch.setattr(Ranks, "least", lambda ranks, value, device: value)
     for free, peak, expected in (
         (10**9, 1000, False),  # how much rollouts take is not known yet
         (1254, 1200 + whole, True),  # 1000 and the model are 90 % of it

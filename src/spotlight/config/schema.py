@@ -113,9 +113,8 @@ class RunConfig(Section):
 
     def every_note(self) -> Iterator[str]:
         """What is valid, but may not be what was meant; shown when a run is planned and begins."""
-        for name in type(self).model_fields:
-            if isinstance(section := getattr(self, name), Section):
-                yield from section.notes(self)
+        for section in self.sections():
+            yield from section.notes(self)
 
     def rank_problems(self, ranks: int, per_node: tuple[int, ...]) -> Iterator[Problem]:
         """What does not fit the ranks there are.
