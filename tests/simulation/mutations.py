@@ -417,10 +417,33 @@ MUTATIONS = (
 )
 
 
-def find(mutation: Mutation, seeds: int) -> tuple[int, str] | None:
-    """The first seed that finds a planted bug, and the failure."""
+FOUND_BY = {
+    "leases expire late": 37,
+    "a repeated grant counts steps from now": 131,
+    "previews are not preempted": 37,
+    "workers keep weights that were undone": 44,
+    "rollouts of the version before last are begun": 5,
+    "more groups than allowed begin early": 7,
+    "several updates train the same samples": 41,
+    "the best are trained, not the extremes": 27,
+    "micro-batches cut groups": 6,
+    "groups that differ are skipped": 5,
+    "rollouts are made that were previewed": 10,
+    "a preview is kept as several rollouts": 10,
+    "the learner is restored before its loss is reported": 117,
+    "the learner trains before its last step is durable": 30,
+    "it is forgotten how many ranks there are": 4,
+    "nobody forms the larger learner": 4,
+    "ranks that share no batch": 80,
+    "samples of a lost step are made again": 61,
+}
+"""Seeds that found a bug when last tried, of bugs that the first seeds do not find."""
+
+
+def find(mutation: Mutation, seeds: Iterable[int]) -> tuple[int, str] | None:
+    """The first of the seeds that finds a planted bug, and the failure."""
     with mutation.planted():
-        for seed in range(seeds):
+        for seed in seeds:
             outcome = run_trial(draw_trial(seed))
             if outcome.failure is not None:
                 return seed, outcome.failure
@@ -432,7 +455,7 @@ def report_mutations(seeds: int) -> int:
     missed = 0
     print(f"{'planted bug':48} {'found by seed':13}  as")
     for mutation in MUTATIONS:
-        found = find(mutation, seeds)
+        found = find(mutation, range(seeds))
         missed += found is None
         seed, how = found or ("NOT FOUND", f"in {seeds} seeds")
         print(f"{mutation.bug:48} {seed!s:13}  {how[:90]}", flush=True)
