@@ -101,12 +101,11 @@ def _completes_twice(self: PullQueue, lease: LeaseId, epoch: int, rollout: Rollo
     return CommitVerdict.ACCEPTED if verdict is CommitVerdict.DUPLICATE else verdict
 
 
-def _forgets_requeued(self: PullQueue, leases: list[_OpenLease]) -> list[RolloutId]:
+def _forgets_requeued(self: PullQueue, leases: list[_OpenLease]) -> None:
     for held in leases:
         self._forget(held.lease)
         for rollout in held.open:
             del self._entries[rollout]
-    return []
 
 
 def _believes_anyone(self: PullQueue, lease: LeaseId, epoch: int, rollout: RolloutId) -> CommitVerdict:
@@ -142,11 +141,11 @@ def _skips_a_step(self: PullQueue, worker: WorkerId, capacity: int, now: float) 
     return granted and (granted[0], granted[1], {name: step + 1 for name, step in granted[2].items()})
 
 
-def _discards_progress(self: PullQueue, leases: list[_OpenLease]) -> list[RolloutId]:
+def _discards_progress(self: PullQueue, leases: list[_OpenLease]) -> None:
     for held in leases:
         for rollout in held.open:
             self._entries[rollout].step = 0
-    return _revoke(self, leases)
+    _revoke(self, leases)
 
 
 def _grants_again_from_now(self: PullQueue, lease: LeaseId) -> Granted:
@@ -307,11 +306,11 @@ def _cuts_groups(
     iteration: int,
     update: int,
     size: int,
-    update_samples: int | None = None,
+    update_samples: int,
     *,
-    whole_groups: bool = False,
+    whole_groups: bool,
 ) -> list[MicroBatch]:
-    return _micro_batches(groups, iteration, update, size, update_samples)
+    return _micro_batches(groups, iteration, update, size, update_samples, whole_groups=False)
 
 
 def _counts_none_left_out(
