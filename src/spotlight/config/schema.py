@@ -19,7 +19,7 @@ from pydantic import Field, PlainSerializer, PositiveInt, PrivateAttr
 
 from spotlight.config.requires import problems_of
 from spotlight.config.section import RUN_NAME, Section
-from spotlight.config.sections.algorithm import AlgorithmConfig, DiffusionNFTConfig, group_problems
+from spotlight.config.sections.algorithm import AlgorithmConfig, DiffusionNFTConfig, micro_batch_problems
 from spotlight.config.sections.evaluation import EvaluationConfig
 from spotlight.config.sections.exploration import ExplorationConfig
 from spotlight.config.sections.fleet import FleetConfig
@@ -130,25 +130,25 @@ class RunConfig(Section):
                 f"equally many ranks on each node; there are {', '.join(map(str, per_node))}",
                 "Set all, or none if a GPU holds the model, or take other nodes.",
             )  # fmt: skip
-        yield from group_problems(self, ranks)
+        yield from micro_batch_problems(self, ranks)
         if ranks > 1 and shard != "none" and quantize != "none":
             expected = f"'none' with model.quantize={quantize}"
             yield Problem("learner.shard", repr(shard), expected, WHOLE)
 
     @property
-    def trained_group(self) -> int:
-        """Samples trained of each group."""
+    def trained_per_prompt(self) -> int:
+        """Samples trained of each prompt's group."""
         return self.algorithm.train_samples or self.rollout.group_size
 
     @property
-    def trained_group_key(self) -> str:
+    def trained_per_prompt_key(self) -> str:
         """The key that sets how many."""
         return "rollout.group_size" if self.algorithm.train_samples is None else "algorithm.train_samples"
 
     @property
     def trained_samples(self) -> int:
         """Samples trained in an iteration, if none is dropped; silent groups count."""
-        return self.rollout.prompts_per_iteration * self.trained_group
+        return self.rollout.prompts_per_iteration * self.trained_per_prompt
 
     @property
     def rank_samples(self) -> int:

@@ -84,19 +84,19 @@ def _reads_old_policy(run: RunConfig) -> bool:
 
 def _cut_groups(run: RunConfig) -> Iterator[Problem]:
     if run.fleet.driver == "ray":  # otherwise torchrun knows the ranks: see rank_problems
-        yield from group_problems(run, run.fleet.learner_ranks)
+        yield from micro_batch_problems(run, run.fleet.learner_ranks)
 
 
-def group_problems(run: RunConfig, ranks: int) -> Iterator[Problem]:
+def micro_batch_problems(run: RunConfig, ranks: int) -> Iterator[Problem]:
     """Micro-batches, of all ranks together, that would cut groups the loss compares."""
-    algorithm, learner, group = run.algorithm, run.learner, run.trained_group
+    algorithm, learner, group = run.algorithm, run.learner, run.trained_per_prompt
     if not algorithm.compares_groups:
         return
-    micro = learner.micro_batch_size * ranks
+    micro, key = learner.micro_batch_size * ranks, run.trained_per_prompt_key
     update = run.rollout.prompts_per_iteration // learner.updates_per_batch * group
     if group % ranks:
         yield Problem(
-            run.trained_group_key, str(group),
+            key, str(group),
             f"a multiple of the {ranks} ranks with algorithm.name={algorithm.name}",
             f"The ranks share each group evenly: take {-(-group // ranks) * ranks}, or other ranks.",
         )  # fmt: skip
@@ -106,7 +106,7 @@ def group_problems(run: RunConfig, ranks: int) -> Iterator[Problem]:
             "learner.micro_batch_size", str(learner.micro_batch_size),
             f"a multiple of {group // ranks} with algorithm.name={algorithm.name}, so that a micro-batch of "
             f"the {ranks} rank(s) together holds whole groups of {group}",
-            f"Its loss compares the samples of a group: set {wanted}, or another {run.trained_group_key}.",
+            f"Its loss compares the samples of a group: set {wanted}, or another {key}.",
         )  # fmt: skip
 
 

@@ -215,7 +215,7 @@ def batch_problems(run: RunConfig, ranks: int) -> Iterator[Problem]:
     Args:
         ranks: processes that share the work (``--ranks``, ``fleet.learner_ranks``).
     """
-    learner, prompts, group = run.learner, run.rollout.prompts_per_iteration, run.trained_group
+    learner, prompts, group = run.learner, run.rollout.prompts_per_iteration, run.trained_per_prompt
     updates, micro = learner.updates_per_batch, learner.micro_batch_size
     divided, key = run.trained_samples, "the samples of an iteration"
     if learner.update_split == "groups":
@@ -231,10 +231,10 @@ def batch_problems(run: RunConfig, ranks: int) -> Iterator[Problem]:
     update_samples = run.trained_samples // updates
     if update_samples % ranks:
         yield Problem(
-            run.trained_group_key, str(group),
+            run.trained_per_prompt_key, str(group),
             f"samples of an update ({update_samples}) divisible by the {ranks} ranks",
             f"Take {divisors_near(update_samples, ranks)} ranks (--ranks; on Ray fleet.learner_ranks), "
-            f"or {run.trained_group_key}={-(-group // ranks) * ranks}.",
+            f"or {run.trained_per_prompt_key}={-(-group // ranks) * ranks}.",
         )  # fmt: skip
         return
     share = update_samples // ranks
