@@ -18,7 +18,7 @@ from spotlight.cluster.billing import ClusterAccounts
 from spotlight.cluster.blobs.blob_client import BlobClient
 from spotlight.cluster.blobs.blob_server import Delivered
 from spotlight.cluster.blobs.blob_store import BlobAddress, StoredBlob
-from spotlight.cluster.head import Head, HeadParts
+from spotlight.cluster.head import Head
 from spotlight.cluster.incidents import Drains, IncidentRecorder
 from spotlight.cluster.learner_driver import LearnerDriver, PublishedVersions
 from spotlight.cluster.remote_calls import AbandonedError, Conversations, Inbox
@@ -351,12 +351,10 @@ class World:
             nodes if self.controller.plan.cluster.learner_moves else None,
         )  # fmt: skip
         self.head = Head(
-            HeadParts(
-                self.controller, self.inbox, self.conversations, pool, driver, self.samples,
-                self, accounts, recorder, incidents, Drains(lambda _: None), notes,  # type: ignore[arg-type]
-                self.attempt.number, (1, 1), 1, TraceCollector(client, profile, notes.note, 1),
-                nodes,  # type: ignore[arg-type]
-            )
+            self.controller, self.inbox, self.conversations, pool, driver, self.samples,
+            self, accounts, recorder, incidents, Drains(lambda _: None), notes,  # type: ignore[arg-type]
+            self.attempt.number, (1, 1), 1, TraceCollector(client, profile, notes.note, 1),
+            nodes,  # type: ignore[arg-type]
         )  # fmt: skip
 
     # -- a starter and a scorer ------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Any
 from spotlight.cluster.billing import ClusterAccounts
 from spotlight.cluster.blobs.blob_client import BlobClient
 from spotlight.cluster.cluster_nodes import ClusterNodes, Site
-from spotlight.cluster.head import Head, HeadParts
+from spotlight.cluster.head import Head
 from spotlight.cluster.incidents import Drains, IncidentRecorder
 from spotlight.cluster.learner.learner_group import LearnerGroup
 from spotlight.cluster.learner.life import Deadlines
@@ -123,7 +123,7 @@ async def assembled(materials: Materials, room: AttemptRoom) -> AsyncIterator[He
             note,
             places,
         )
-        parts = HeadParts(
+        head = Head(
             controller=controller,
             inbox=inbox,
             conversations=conversations,
@@ -148,7 +148,7 @@ async def assembled(materials: Materials, room: AttemptRoom) -> AsyncIterator[He
         for supply in supplies.values():
             conversations.start(supply.run())
         stack.enter_context(nodes.membership)
-        yield Head(parts)
+        yield head
 
 
 def _controller(materials: Materials, room: AttemptRoom) -> Controller:
