@@ -306,9 +306,6 @@ class FakeNodes:
     def started(self) -> Mapping[NodeId, int]:
         return self.placed
 
-    def leave(self, ray_id: str) -> None:
-        """The fake learner holds no slots."""
-
 
 @dataclass
 class Notes(Observer):
@@ -348,7 +345,7 @@ class World:
         driver = LearnerDriver(
             self.controller, self.learner, PublishedVersions(client), self.conversations,  # type: ignore[arg-type]
             recorder.checkpoints, (), self.inbox.put, notes.note,
-            nodes if self.controller.plan.cluster.learner_moves else None,
+            nodes.started if self.controller.plan.cluster.learner_moves else None,
         )  # fmt: skip
         self.head = Head(
             self.controller, self.inbox, self.conversations, pool, driver, self.samples,

@@ -21,10 +21,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from spotlight.cluster.billing import ClusterAccounts, changed_machines
 from spotlight.cluster.blobs.blob_store import BlobAddress
@@ -38,10 +37,9 @@ from spotlight.cluster.scaling.node_supply import NodeSupply
 from spotlight.cluster.trace_collector import TraceCollector
 from spotlight.cluster.workers.worker_pool import WorkerPool
 from spotlight.models.shared.flop_count import Compute
-from spotlight.rollout.serialization import unpack_image
 from spotlight.runtime.assembly.preview_settings import report_note, report_row
 from spotlight.runtime.observer import Observer, stop_note, tell_stop
-from spotlight.runtime.recorder import Picture, RunRecorder, shown, shown_in_step
+from spotlight.runtime.recorder import RunRecorder, shown, shown_in_step
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.controller import Controller
@@ -125,9 +123,7 @@ class Head:
         self.conversations.start(self._receive_reports())
         self.learner.begin(checkpoint)
         while not self._over:
-            if (entry := await self._next_event()) is not None:
-                self._handle(*entry)
-                await asyncio.sleep(0)  # invariant 4
+            await self._turn()
         self.accounts.write(self.recorder)
         await self.traces.finish()
         if self.error is not None or self.stopped:
@@ -139,24 +135,23 @@ class Head:
         exported.add_done_callback(lambda _: self.inbox.wake())
         try:
             while not exported.done():  # a lost learner is formed again, where the controller says
-                if (entry := await self._next_event()) is not None:
-                    self._handle(*entry)
-                    await asyncio.sleep(0)
+                await self._turn()
             return exported.result()
         finally:
             exported.cancel()
 
-    async def _next_event(self) -> tuple[ev.Event, str] | None:
-        """The oldest event, or the controller's timer; None: look again."""
-        accounts, inbox, wake_s = self.accounts, self.inbox, self.controller.wake_s
-        due_s = accounts.write_due(self.recorder)
-        now = accounts.clock()
-        if (entry := inbox.take()) is not None:
-            return entry
-        if wake_s is not None and wake_s <= now:
-            return ev.TimePassed(), ""
-        await inbox.wait((due_s if wake_s is None else min(due_s, wake_s)) - now)
-        return None
+    async def _turn(self) -> None:
+        """Handle the oldest event, or the controller's timer; else wait for one."""
+        wake_s, due_s = self.controller.wake_s, self.accounts.write_due(self.recorder)
+        now = self.accounts.clock()
+        if (entry := self.inbox.take()) is not None:
+            self._handle(*entry)
+        elif wake_s is not None and wake_s <= now:
+            self._handle(ev.TimePassed())
+        else:
+            await self.inbox.wait((due_s if wake_s is None else min(due_s, wake_s)) - now)
+            return
+        await asyncio.sleep(0)  # invariant 4
 
     def request_stop(self) -> None:
         """Stop where a resume is exact."""
@@ -171,7 +166,7 @@ class Head:
                 else:
                     self.inbox.put(event, report.weights_digest)
 
-    def _handle(self, event: ev.Event, weights_digest: str) -> None:
+    def _handle(self, event: ev.Event, weights_digest: str = "") -> None:
         controller, now = self.controller, self.accounts.clock()
         if isinstance(event, ev.LeaseCompleted) and not self._made_by_published(event, weights_digest):
             return
@@ -257,7 +252,9 @@ class Head:
             case ef.ReportEvaluation():
                 self.conversations.start(self._report_evaluation(effect))
             case ef.ReportExploration(_, report):
-                self._report_exploration(report)
+                self.log.put(report_row(report))
+                if said := report_note(report):
+                    self.observer.note(said)
             case ef.ReportPipeline():
                 self.recorder.pipeline(effect)
                 self.log.put(effect.row())
@@ -309,7 +306,7 @@ class Head:
             ray_id = self.nodes.machines[effect.machine].ray_id
             self.nodes.spares.release(ray_id, able, unfit)
             if not any(part.trains for part in effect.parts):
-                self.learner.leave(ray_id)
+                self.learner.learner.leave(ray_id)
 
     def _provide(self, effect: ef.NodesWanted) -> None:
         before, self._ending[effect.kind] = self._ending.get(effect.kind, ()), effect.ending
@@ -317,11 +314,6 @@ class Head:
             if machine not in before:
                 self.incidents.node_returned(machine, effect.kind)
         self.supplies[effect.kind].want(effect.nodes, effect.ending)
-
-    def _report_exploration(self, report: Mapping[str, Any]) -> None:
-        self.log.put(report_row(report))
-        if said := report_note(report):
-            self.observer.note(said)
 
     def _roll_back(self, position: int) -> None:
         controller = self.controller
@@ -364,24 +356,17 @@ class Head:
         stored = self.samples.by_digest([*kept])
         # Pictures are fetched beside the step: its answer has their samples discarded.
         answer, pictures = await asyncio.gather(
-            self.learner.ranks.ask(LearnerRank.train, effect, {}, {}), self._fetched(stored)
+            self.learner.ranks.ask(LearnerRank.train, effect, {}, {}), self.samples.pictures(stored)
         )
         if kept:
             self.recorder.training(effect.iteration, kept, pictures)
         self.inbox.put(answer)
 
-    async def _fetched(self, made_with: Mapping[str, Sequence[Rollout]]) -> dict[RolloutId, Picture]:
-        pictures: dict[RolloutId, Picture] = {}
-        for digest, part in made_with.items():
-            stored = await self.samples.images(part, digest)
-            pictures |= {name: unpack_image(blob.data) for name, blob in stored.items()}
-        return pictures
-
     async def _report_evaluation(self, effect: ef.ReportEvaluation) -> None:
         controller = self.controller
         grid = shown(effect.issued, *self.grid)
         chosen = [rollout for rollout in grid if rollout.id in effect.scores]
-        pictures = await self._fetched(self.samples.by_digest(chosen))
+        pictures = await self.samples.pictures(self.samples.by_digest(chosen))
         if effect.lineage != controller.cluster.lineage:
             return
         self.accounts.write(self.recorder)
@@ -404,7 +389,7 @@ class Head:
             ledger = self.recorder.ledger
             run_s = time.time() - ledger.began_at()
             # At once, since what is forecast belongs into the iteration's row.
-            self._handle(ev.IterationBilled(controller.iteration, work_s, ledger.cost_usd(), run_s), "")
+            self._handle(ev.IterationBilled(controller.iteration, work_s, ledger.cost_usd(), run_s))
         row = self.log.take(controller.iteration) | dict(trained)
         row |= {f"seconds/{phase.value}": spent for phase, spent in seconds.items()}
         row |= {

@@ -115,7 +115,7 @@ class RayLauncher:
         return await asyncio.get_running_loop().run_in_executor(self._thread, start)
 
     def nodes_of(self, life: int) -> Mapping[str, int]:
-        """Ray ids of the nodes on which a life was started, with the number of ranks; empty: nowhere yet."""
+        """See :class:`spotlight.cluster.learner.learner_group.Launcher`."""
         return self._at.get(life, {})
 
     async def end(self, ranks: Sequence[RankHandle], suspects: Sequence[int]) -> str:
