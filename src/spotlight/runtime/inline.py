@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -27,9 +27,8 @@ from torch import nn
 from spotlight.models.slots import Slot, WeightSlots
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.reward_gradients import with_gradient
-from spotlight.rollout.state import FailedRollout, FinishedRollout
+from spotlight.rollout.state import FailedRollout, FinishedRollout, Recipe
 from spotlight.rollout.stored_pictures import StoredPictures
-from spotlight.runtime.assembly.components import Recipes
 from spotlight.runtime.assembly.preview_settings import report_note, report_row
 from spotlight.runtime.clock import PhaseClock
 from spotlight.runtime.main_turn import MainTurn
@@ -90,7 +89,7 @@ class Denoiser:
     engine: Engine
     slots: WeightSlots
     conditions: Conditions
-    recipes: Recipes
+    recipes: Mapping[Purpose, Recipe]
     train_slot: Slot
     evaluation_slot: Slot
     around: Callable[[nn.Module], AbstractContextManager[object]] = nullcontext
@@ -108,7 +107,7 @@ class Denoiser:
             around: a context for each step.
         """
         evaluating = rollouts[0].purpose is Purpose.EVAL
-        recipe = self.recipes.by_purpose()[rollouts[0].purpose]
+        recipe = self.recipes[rollouts[0].purpose]
         if self.stored is not None and not evaluating:
             return [*self.stored.samples(rollouts, recipe)]
         conditions = self.conditions.of(rollout.prompt_id for rollout in rollouts)
@@ -396,7 +395,7 @@ class InlineDriver:
         """Give samples the gradient of their reward, from pixels through the VAE to the latents."""
         if not self._differentiates(scoring.rollouts):
             return
-        family, size = self.feed.learner.family, self.denoiser.recipes.train.size
+        family, size = self.feed.learner.family, self.denoiser.recipes[Purpose.TRAIN].size
         for name, result in zip(scoring.mine, batch.samples, strict=True):
             if isinstance(result, ScoredSample) and name in self._samples:
                 self._samples[name] = with_gradient(family, self._samples[name], result.gradient, size)
