@@ -233,8 +233,8 @@ def _takes_every_score(self: Rollouts, rollout: RolloutId) -> bool:
     return rollout in self.current.rollouts
 
 
-def _leaves_ranks_uneven(groups: Sequence[Group], ranks: int) -> tuple[list[Group], list[RolloutId]]:
-    return list(groups), []
+def _leaves_ranks_uneven(groups: Sequence[Group], ranks: int) -> list[RolloutId]:
+    return []
 
 
 ALSO_IN_SIMULATION = (

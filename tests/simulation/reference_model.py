@@ -16,6 +16,7 @@ from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.cluster.answer_limits import MORE_MAX, SLOWER_MAX
 from spotlight.scheduler.cluster.members import GroupState
+from spotlight.scheduler.cluster.queue import WorkClass
 from spotlight.scheduler.policies.exploration.exploring import Exploration
 from spotlight.scheduler.policies.exploration.window import Window
 from spotlight.scheduler.records import (
@@ -303,7 +304,7 @@ class ReferenceModel:
         queue, cluster = controller.queue, controller.cluster
         if not cluster.spare.explores:
             return
-        pressing = queue.waiting - queue.waiting_for(Purpose.EXPLORE)
+        pressing = queue.waiting - queue.waiting_of(WorkClass.EXPLORE)
         explores = controller.work.policies["exploration"]
         assert isinstance(explores, Exploration)
         window = explores.window

@@ -28,6 +28,14 @@ def make_groups(sizes: list[int]) -> list[Group]:
     ]
 
 
+def without(groups: list[Group], surplus: list[RolloutId]) -> list[Group]:
+    kept = [
+        Group(group.prompt_id, tuple(name for name in group.rollouts if name not in surplus))
+        for group in groups
+    ]
+    return [group for group in kept if group.rollouts]
+
+
 def rollouts_of(groups: list[Group]) -> list[RolloutId]:
     return [rollout for group in groups for rollout in group.rollouts]
 
@@ -46,7 +54,8 @@ def test_updates_are_whole_groups_in_order_evenly_divided(sizes: list[int], upda
 def test_samples_are_divided_evenly_and_by_the_ranks(
     sizes: list[int], updates: int, ranks: int, shuffled: bool
 ) -> None:
-    groups, _ = even_out(make_groups(sizes), ranks)
+    whole = make_groups(sizes)
+    groups = without(whole, even_out(whole, ranks))
     samples = rollouts_of(groups)
     if not samples:
         return
@@ -91,13 +100,14 @@ def test_a_shuffle_mixes_groups_and_a_group_is_in_several_updates() -> None:
 
 def test_no_groups_make_no_updates() -> None:
     assert split_updates([], 3) == []
-    assert even_out([], 4) == ([], [])
+    assert even_out([], 4) == []
 
 
 @given(SIZES, st.integers(1, 8))
 def test_ranks_share_equally_and_no_sample_is_left_alone(sizes: list[int], ranks: int) -> None:
     groups = make_groups(sizes)
-    kept, surplus = even_out(groups, ranks)
+    surplus = even_out(groups, ranks)
+    kept = without(groups, surplus)
     assert sorted(rollouts_of(kept) + surplus) == sorted(rollouts_of(groups))
     assert len(rollouts_of(kept)) % ranks == 0
     assert all(len(group.rollouts) >= 2 for group in kept)
@@ -112,16 +122,16 @@ def test_ranks_share_equally_and_no_sample_is_left_alone(sizes: list[int], ranks
 @given(SIZES, st.integers(1, 8))
 def test_nothing_is_left_out_without_need(sizes: list[int], ranks: int) -> None:
     groups = make_groups([size * ranks for size in sizes])
-    assert even_out(groups, ranks) == (groups, [])
+    assert even_out(groups, ranks) == []
     room = sum(size - 2 for size in sizes)
     if room >= sum(sizes) % ranks:  # groups can shrink instead of vanishing
-        assert len(even_out(make_groups(sizes), ranks)[1]) == sum(sizes) % ranks
+        assert len(even_out(make_groups(sizes), ranks)) == sum(sizes) % ranks
 
 
 @given(SIZES, st.integers(1, 20))
 def test_micro_batches_cut_an_update_in_order(sizes: list[int], size: int) -> None:
     groups = make_groups(sizes)
-    cut = micro_batches(groups, 3, 1, size)
+    cut = micro_batches(groups, 3, 1, size, sum(sizes), whole_groups=False)
     assert [rollout for batch in cut for rollout in batch.rollouts] == rollouts_of(groups)
     assert all(0 < len(batch.rollouts) <= size for batch in cut)
     assert all(len(batch.rollouts) == size for batch in cut[:-1])
@@ -130,10 +140,12 @@ def test_micro_batches_cut_an_update_in_order(sizes: list[int], size: int) -> No
 
 @given(SIZES, st.integers(9, 30), st.integers(1, 4))
 def test_whole_groups_are_not_cut_and_divide_by_the_ranks(sizes: list[int], size: int, ranks: int) -> None:
-    groups, surplus = even_out_each(make_groups(sizes), ranks)
-    assert sorted(rollouts_of(groups) + surplus) == sorted(rollouts_of(make_groups(sizes)))
+    given_all = make_groups(sizes)
+    surplus = even_out_each(given_all, ranks)
+    groups = without(given_all, surplus)
+    assert sorted(rollouts_of(groups) + surplus) == sorted(rollouts_of(given_all))
     assert all(len(group.rollouts) % ranks == 0 and len(group.rollouts) >= 2 for group in groups)
-    cut = micro_batches(groups, 0, 0, size, whole_groups=True)
+    cut = micro_batches(groups, 0, 0, size, len(rollouts_of(groups)), whole_groups=True)
     assert [rollout for batch in cut for rollout in batch.rollouts] == rollouts_of(groups)
     whole = {group.rollouts for group in groups}
     for batch in cut:

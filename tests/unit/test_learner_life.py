@@ -29,7 +29,7 @@ class Moving:
         plan = ClusterPlan(learner_moves=True, drain_margin_s=5.0)
         self.cluster = Cluster(plan, PullQueue(60.0), 0, PolicyVersion(0))
         self.fleet = Fleet(self.cluster)
-        self.life = LearnerLife(1, self.fleet, STATE)
+        self.life = LearnerLife(1, self.fleet, STATE, 1)
         for node in nodes:
             self.tell(ev.NodeJoined(node))
 

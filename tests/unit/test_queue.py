@@ -127,12 +127,11 @@ def _completes_twice(self: PullQueue, lease: LeaseId, epoch: int, rollout: Rollo
     )
 
 
-def _loses_requeued(self: PullQueue, leases: list[_OpenLease]) -> list[RolloutId]:
+def _loses_requeued(self: PullQueue, leases: list[_OpenLease]) -> None:
     for held in leases:
         self._forget(held.lease)
         for rollout in held.open:
             self._entries[rollout].lease = None
-    return [rollout for held in leases for rollout in held.open]
 
 
 def _ignores_epochs(self: PullQueue, lease: LeaseId, epoch: int, rollout: RolloutId) -> CommitVerdict:

@@ -15,7 +15,7 @@ from test_exploration import IDLE, PLAN, Watched, of_iteration, ran, revised
 from spotlight.config.sections.exploration import ExplorationConfig
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
-from spotlight.scheduler.cluster.queue import PullQueue
+from spotlight.scheduler.cluster.queue import PullQueue, WorkClass
 from spotlight.scheduler.cluster.recovery import Recovery
 from spotlight.scheduler.cluster.spare_time import SpareTime
 from spotlight.scheduler.plan import ClusterPlan
@@ -115,7 +115,7 @@ def test_a_group_makes_no_previews_beside_better_work() -> None:
     assert purposes([grant]) == [Purpose.TRAIN] * 2
     more = ev.GroupPulled(group.leader, group.epoch, 2, grant.lease.id, (grant.lease.id,))
     granted = purposes(room.feed(more))
-    assert room.controller.queue.waiting_for(Purpose.EXPLORE)
+    assert room.controller.queue.waiting_of(WorkClass.EXPLORE)
     assert not granted, "in one forward with previews its rollouts would take longer"
     finish(room, group, grant)
     assert purposes(room.pull(group, capacity=2, seen=grant.lease.id)) == [Purpose.EXPLORE] * 2

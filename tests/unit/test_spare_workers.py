@@ -114,7 +114,7 @@ def test_every_process_is_ended_or_taken_and_no_slot_is_held_for_nobody(steps: l
 
 
 def test_the_learner_goes_where_workers_hold_the_base_weights() -> None:
-    places = LearnerPlaces(1)
+    places = LearnerPlaces(1, 1)
     for node in ("a", "b", "c"):
         places.join(node, 1)
     places.started(places.target)

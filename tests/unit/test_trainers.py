@@ -278,7 +278,7 @@ def test_what_is_not_trained_yet_is_known_without_a_look_at_the_samples() -> Non
     room, spot, grant, _ = generating(prompts=8, held=4, trainers=2)
     current, training = room.controller.work.current, room.controller.training
     for _ in range(2):
-        made = sum(map(len, current.groups.values())) - len(current.unscored - current.finished)
+        made = sum(map(len, current.groups.values())) - len(current.unmade)
         trained = sum(map(len, training.trained_in.values()))
         unscored, current.unscored = current.unscored, Unread(current.unscored)
         assert training.untrained == made - trained

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from spotlight.scheduler.cluster.weight_sources import Holding, WeightSource, choose_source
-from spotlight.scheduler.types import PolicyVersion, WeightKind, WorkerId
+from spotlight.scheduler.cluster.members import Worker
+from spotlight.scheduler.cluster.weight_sources import WeightSource, choose_source
+from spotlight.scheduler.effects import PullWeights
+from spotlight.scheduler.types import NodeId, PolicyVersion, WeightKind, WorkerId
 
 V1, V2 = PolicyVersion(1), PolicyVersion(2)
 C = WorkerId("c")
 ADAPTER, FULL = WeightKind.ADAPTER, WeightKind.FULL
 
 
-def holding(name: str, based: bool = False, version: int | None = None, fetching: bool = False) -> Holding:
-    return Holding(WorkerId(name), based, None if version is None else PolicyVersion(version), fetching)
+def holding(name: str, based: bool = False, version: int | None = None, fetching: bool = False) -> Worker:
+    held = None if version is None else PolicyVersion(version)
+    pull = PullWeights(WorkerId(name), 1, V2, 0, FULL, None) if fetching else None
+    return Worker(WorkerId(name), NodeId("n"), 0, 1, based=based, version=held, pull=pull)
 
 
 @pytest.mark.parametrize(
@@ -31,6 +35,6 @@ def holding(name: str, based: bool = False, version: int | None = None, fetching
     ],
 )  # fmt: skip
 def test_sources(
-    me: Holding, neighbours: list[Holding], publishes: WeightKind, source: WeightSource | None
+    me: Worker, neighbours: list[Worker], publishes: WeightKind, source: WeightSource | None
 ) -> None:
     assert choose_source(me, neighbours, V2, publishes) == source

@@ -14,7 +14,7 @@ from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.iteration import Work
 from spotlight.scheduler.policies.whole_groups.whole_groups import WholeGroups
 from spotlight.scheduler.rollouts import Rollouts
-from spotlight.scheduler.types import Purpose, Rollout, RolloutId
+from spotlight.scheduler.types import Maker, Purpose, Rollout, RolloutId, WorkerId
 from spotlight_rewards.base.prompts import Prompt, PromptId
 
 COMPARES = dataclasses.replace(PLAN, compares=True, group_size=4)
@@ -36,7 +36,7 @@ def work_of(*issued: Rollout) -> tuple[Rollouts, WholeGroups]:
 
 
 def make(work: Work, policy: WholeGroups, *made: Rollout) -> None:
-    work.finished |= {each.id for each in made}
+    work.makers |= {each.id: Maker(WorkerId("w"), 1) for each in made}
     assert policy.waits_to_score(made)
 
 

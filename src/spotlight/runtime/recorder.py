@@ -289,7 +289,7 @@ def shown_in_step(controller: Controller, every: int) -> dict[Rollout, Mapping[s
     due = every > 0 and (iteration % every == 0 or iteration == controller.plan.iterations - 1)
     if not due or len(training.trained_in) > 1:
         return {}
-    kept = current.finished & current.scores.keys()
+    kept = current.makers.keys() & current.scores.keys()
     groups = [[name for name in members if name in kept] for members in current.groups.values()]
     pairs = best_and_worst(groups, {name: current.scores[name][REWARD] for name in kept})
     return {current.rollouts[name]: current.scores[name] for pair in pairs for name in pair}

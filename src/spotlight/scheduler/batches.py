@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import TypeVar
 
 from spotlight.scheduler.types import Comparison, Group, MicroBatch, RolloutId, Scores
 from spotlight_rewards.base.prompts import PromptId
+
+Whole = TypeVar("Whole")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +49,16 @@ def whole_group(
             yield Part(slot, len(members), Group(prompt, scored), Comparison())
 
 
-def split_updates(groups: Sequence[Group], updates: int) -> list[list[Group]]:
-    """Divide whole groups among at most ``updates`` optimizer steps, as evenly as possible."""
-    updates = max(1, min(updates, len(groups)))
-    bounds = [len(groups) * index // updates for index in range(updates + 1)]
-    return [list(groups[low:high]) for low, high in pairwise(bounds) if low < high]
+def even_shares(total: int, most: int) -> list[range]:
+    """So many things, in order and evenly in at most ``most`` parts; nothing is one empty part."""
+    count = max(1, min(most, total))
+    return [range(low, high) for low, high in pairwise(total * index // count for index in range(count + 1))]
+
+
+def split_updates(groups: Sequence[Whole], updates: int) -> list[list[Whole]]:
+    """Divide whole groups, or parts of their own, among at most ``updates`` optimizer steps."""
+    shares = even_shares(len(groups), updates)
+    return [[groups[index] for index in share] for share in shares if share]
 
 
 def split_samples(
@@ -71,10 +79,8 @@ def split_samples(
         for member, name in enumerate(group.rollouts)
     }
     order = sorted(place, key=place.__getitem__)
-    shares = len(order) // ranks
-    updates = max(1, min(updates, shares))
-    bounds = [shares * index // updates * ranks for index in range(updates + 1)]
-    return [_parts(groups, {*order[low:high]}) for low, high in pairwise(bounds)]
+    shares = even_shares(len(order) // ranks, updates)
+    return [_parts(groups, {*order[share.start * ranks : share.stop * ranks]}) for share in shares]
 
 
 def _parts(groups: Sequence[Group], samples: set[RolloutId]) -> list[Group]:
@@ -82,14 +88,11 @@ def _parts(groups: Sequence[Group], samples: set[RolloutId]) -> list[Group]:
     return [part for part in parts if part.rollouts]
 
 
-def even_out(groups: Sequence[Group], ranks: int) -> tuple[list[Group], list[RolloutId]]:
-    """Drop samples until the total is divisible by ``ranks``.
+def even_out(groups: Sequence[Group], ranks: int) -> list[RolloutId]:
+    """Samples to leave out, so that the total is divisible by ``ranks``; perhaps all.
 
     The largest group loses its last sample first; a group of two goes entirely, as a lone sample has nothing
     to be compared with.
-
-    Returns:
-        The remaining groups (perhaps none) and the samples left out.
     """
     kept = [list(group.rollouts) for group in groups]
     surplus: list[RolloutId] = []
@@ -98,17 +101,12 @@ def even_out(groups: Sequence[Group], ranks: int) -> tuple[list[Group], list[Rol
         cut = 1 if len(kept[largest]) > 2 else len(kept[largest])
         surplus += kept[largest][-cut:]
         del kept[largest][-cut:]
-    return [
-        Group(group.prompt_id, tuple(rollouts))
-        for group, rollouts in zip(groups, kept, strict=True)
-        if rollouts
-    ], surplus
+    return surplus
 
 
-def even_out_each(groups: Sequence[Group], ranks: int) -> tuple[list[Group], list[RolloutId]]:
+def even_out_each(groups: Sequence[Group], ranks: int) -> list[RolloutId]:
     """As :func:`even_out`, but every group is divisible by ``ranks``, so that any of them are."""
-    evened = [even_out([group], ranks) for group in groups]
-    return [kept for each, _ in evened for kept in each], [lost for _, surplus in evened for lost in surplus]
+    return [lost for group in groups for lost in even_out([group], ranks)]
 
 
 def micro_batches(
@@ -116,22 +114,21 @@ def micro_batches(
     iteration: int,
     update: int,
     size: int,
-    update_samples: int | None = None,
+    update_samples: int,
     *,
-    whole_groups: bool = False,
+    whole_groups: bool,
 ) -> list[MicroBatch]:
     """Cut an optimizer step's samples, in group order, into micro-batches of at most ``size``.
 
     Args:
-        update_samples: of the whole step; None: these are all.
+        update_samples: of the whole step.
         whole_groups: cut between groups only.
     """
     samples = [rollout for group in groups for rollout in group.rollouts]
-    announced = len(samples) if update_samples is None else update_samples
     pieces = [group.rollouts for group in groups] if whole_groups else [(sample,) for sample in samples]
     found: list[list[RolloutId]] = []
     for piece in pieces:
         if not found or len(found[-1]) + len(piece) > size:
             found.append([])
         found[-1] += piece
-    return [MicroBatch(iteration, update, tuple(rollouts), announced) for rollouts in found]
+    return [MicroBatch(iteration, update, tuple(rollouts), update_samples) for rollouts in found]

@@ -74,7 +74,7 @@ from spotlight.scheduler.stages import (
     StageMachine,
     Trigger,
 )
-from spotlight.scheduler.training_tasks import TrainingTasks
+from spotlight.scheduler.training_tasks import Answer, TrainingTasks
 from spotlight.scheduler.types import Filler, PolicyVersion, Rollout, RolloutId
 from spotlight_rewards.base.prompts import Prompt
 
@@ -89,7 +89,7 @@ class Controller:
         self.queue = PullQueue(plan.lease_s, term)
         self._stages = StageMachine()
         self.iteration = 0
-        self.version = self._published_before = PolicyVersion(0)
+        self.version = PolicyVersion(0)
         self.cluster = Cluster(plan.cluster, self.queue, first_epoch(term), self.version)
         self.dispatcher = Dispatcher(self.cluster)
         self.cluster.serving.switch_s = plan.pipeline.switch_s
@@ -381,9 +381,7 @@ class Controller:
             why = "no group kept two scored samples, nothing can be learnt from it"
             self._stop(f"iteration {self.iteration + 1}: {why}")
 
-    def _trained(
-        self, event: ev.BatchPrepared | ev.MicroBatchTrained | ev.OptimizerStepped | ev.BatchFinished
-    ) -> None:
+    def _trained(self, event: Answer) -> None:
         task = self.training.task
         self.training.answered(event)
         match event:
@@ -417,9 +415,9 @@ class Controller:
             return
         self.ledger.publish(version)
         self._close()
+        before = self.cluster.target
         self.cluster.publish(version)
-        self.work.published(self._published_before)
-        self._published_before = version
+        self.work.published(before)
         self.iteration += 1
         # Includes the records of this event: the driver writes them before the checkpoint.
         self._begun = self.snapshot(), self.ledger.position
@@ -459,7 +457,6 @@ class Controller:
         committed = self.learner.committed
         self.work.effects = []
         self.iteration, self.version = committed.iteration, committed.version
-        self._published_before = self.version
         self.work.roll_back(committed.ledger, committed.policies)
         self._undo.append(RollBack(self.ledger.position))
         self.cluster.roll_back(self.version)
@@ -489,7 +486,7 @@ class Controller:
     def stops_at_once(self) -> bool:
         """Whether a stop needs nothing of the rollouts in work: the learner's weights are and stay theirs."""
         stepping = isinstance(self.training.task, StepOptimizer)
-        return not stepping and self.version == self._published_before
+        return not stepping and self.version == self.cluster.target
 
     def _stop_where_exact(self) -> None:
         """Stop unless something has to be saved before.
@@ -530,7 +527,6 @@ class Controller:
         controller = cls(plan, train, test, term)
         parsed = Snapshot.from_dict(snapshot)
         controller.iteration, controller.version = parsed.iteration, parsed.version
-        controller._published_before = parsed.version
         controller.work.load(parsed.ledger, parsed.policies)
         controller.queue.leases_granted = parsed.leases_granted
         controller.cluster.target = parsed.version

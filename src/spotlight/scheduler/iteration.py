@@ -6,7 +6,7 @@ Ids, seeds and steps of rollouts depend on the plan and the run seed alone.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from pydantic import TypeAdapter
 
@@ -14,7 +14,7 @@ from spotlight.scheduler.plan import Plan
 from spotlight.scheduler.policy import GroupPlan, Policy
 from spotlight.scheduler.seeds import derive_seed
 from spotlight.scheduler.types import Maker, PolicyVersion, Purpose, Rollout, RolloutId, Scores
-from spotlight_rewards.base.prompts import Prompt, PromptId
+from spotlight_rewards.base.prompts import Prompt
 from spotlight_rewards.base.typed_json import typed
 
 
@@ -64,8 +64,7 @@ class Work:
         owner: the policy that issued them; None: the iteration under way.
         recorded: in the ledger.
         unscored: neither scored nor dropped.
-        finished: with a stored sample.
-        makers: of finished samples.
+        makers: of the samples that are stored.
     """
 
     owner: Policy | None = None
@@ -73,8 +72,12 @@ class Work:
     rollouts: dict[RolloutId, Rollout] = field(default_factory=dict)
     scores: dict[RolloutId, Scores] = field(default_factory=dict)
     unscored: set[RolloutId] = field(default_factory=set)
-    finished: set[RolloutId] = field(default_factory=set)
     makers: dict[RolloutId, Maker] = field(default_factory=dict)
+
+    @property
+    def unmade(self) -> set[RolloutId]:
+        """Neither made nor dropped."""
+        return self.unscored - self.makers.keys()
 
     def issue(self, rollout: Rollout) -> None:
         """Add a rollout that is to be made."""
@@ -89,9 +92,9 @@ class Work:
 
 @dataclass(slots=True, eq=False)
 class Iteration(Work):
-    """The rollouts of an iteration, in groups by slot and prompt."""
+    """The rollouts of an iteration, in groups by slot, in order."""
 
-    groups: dict[tuple[int, PromptId], list[RolloutId]] = field(default_factory=dict)
+    groups: dict[int, list[RolloutId]] = field(default_factory=dict)
     evaluation: list[RolloutId] = field(default_factory=list)
     drops: int = 0
 
@@ -130,7 +133,7 @@ class Survived:
     def of(cls, lost: Iteration, unfinished: Mapping[RolloutId, tuple[Rollout, int]]) -> Survived:
         """The surviving work of an iteration."""
         return cls(
-            {name: lost.rollouts[name] for name in lost.rollouts if name in lost.finished},
+            {name: lost.rollouts[name] for name in lost.rollouts if name in lost.makers},
             dict(lost.scores),
             dict(lost.makers),
             {name: (rollout, step) for name, (rollout, step) in unfinished.items() if step},
@@ -205,14 +208,9 @@ class Snapshot:
 
     def to_dict(self) -> dict[str, object]:
         """JSON-able, for :meth:`from_dict`."""
-        tree: dict[str, object] = {
-            "iteration": self.iteration,
-            "version": self.version,
-            "leases_granted": self.leases_granted,
-            "ledger": dict(self.ledger),
-        }
-        if self.policies:
-            tree["policies"] = {name: dict(state) for name, state in self.policies.items()}
+        tree = asdict(self)
+        if not self.policies:
+            del tree["policies"]
         return tree
 
     @classmethod

@@ -34,7 +34,7 @@ from spotlight.scheduler.iteration import (
 )
 from spotlight.scheduler.ledger import Ledger
 from spotlight.scheduler.plan import Plan
-from spotlight.scheduler.policy import GroupPlan, Policy
+from spotlight.scheduler.policy import Begun, GroupPlan, Policy
 from spotlight.scheduler.records import REWARD
 from spotlight.scheduler.seeds import prompts_of_iteration
 from spotlight.scheduler.types import DropReason, LeaseId, Maker, PolicyVersion, Rollout, RolloutId, Scores
@@ -125,7 +125,7 @@ class Rollouts:
             groups = policy.groups(iteration, groups)
         for slot, prompt, rollout in train_rollouts(self.plan, groups, iteration, version):
             name = self._issue(prompt, rollout)
-            self.current.groups.setdefault((slot, prompt.id), []).append(name)
+            self.current.groups.setdefault(slot, []).append(name)
         for policy in self.policies.values():
             policy.issued()
 
@@ -135,42 +135,37 @@ class Rollouts:
         return prompts_of_iteration(self.train_prompts, plan.run_seed, iteration, plan.prompts_per_iteration)
 
     def _issue(self, prompt: Prompt, rollout: Rollout) -> RolloutId:
-        current, survived = self.current, self.survived
-        maker = survived.makers.get(rollout.id)
-        # A sample that was a preview comes from the preview that is made again. The planner may have given
-        # the one before the loss other steps; the ledger would then name the wrong one.
-        recalled = (maker is None or maker.preview is None) and survived.take(rollout)
-        begun = None
-        if not recalled:
-            taken = (policy.take(rollout) for policy in self.policies.values())
-            begun = next((each for each in taken if each is not None), None)
+        recalled = self._recall(rollout)
+        taken = (policy.take(rollout) for policy in self.policies.values())
+        begun = recalled or next((each for each in taken if each is not None), None)
         if begun is not None:
             rollout = begun.rollout
-        current.rollouts[rollout.id] = rollout
+        self.current.issue(rollout)
         self.ledger.issue(rollout, prompt)
-        if recalled:
-            self._recall(rollout)
+        if begun is None:
+            if step := self.survived.step_of(rollout):
+                self.cluster.recoveries[Recovery.PROGRESS_KEPT] += 1
+            self.queue.add([rollout], {rollout.id: step})
             return rollout.id
-        if begun is not None:
-            self._take_over(rollout, begun.maker, begun.scores)
-            return rollout.id
-        current.unscored.add(rollout.id)
-        if step := survived.step_of(rollout):
-            self.cluster.recoveries[Recovery.PROGRESS_KEPT] += 1
-        self.queue.add([rollout], {rollout.id: step})
+        if begun.maker is not None:
+            self.current.makers[rollout.id] = begun.maker
+            self.ledger.finish(rollout, begun.maker)
+        if begun.scores is not None:
+            self.current.score(rollout.id, begun.scores)
+            self.ledger.score(rollout.id, begun.scores)
+        elif recalled is not None:  # of what a policy has, scores are asked for already
+            self._have_scored([rollout])
         return rollout.id
 
-    def _take_over(self, rollout: Rollout, maker: Maker | None, scores: Scores | None) -> None:
-        """Count work on a rollout of this iteration that was done before."""
-        current = self.current
-        if maker is not None:
-            current.makers[rollout.id] = maker
-            current.finished.add(rollout.id)
-            self.ledger.finish(rollout, maker)
-        current.unscored.add(rollout.id)
-        if scores is not None:
-            current.score(rollout.id, scores)
-            self.ledger.score(rollout.id, scores)
+    def _recall(self, rollout: Rollout) -> Begun | None:
+        """The sample of this rollout that survived a lost learner."""
+        maker = self.survived.makers.get(rollout.id)
+        # A sample that was a preview comes from the preview that is made again. The planner may have given
+        # the one before the loss other steps; the ledger would then name the wrong one.
+        if maker is None or maker.preview is not None or not self.survived.take(rollout):
+            return None
+        self.cluster.recoveries[Recovery.SAMPLE_KEPT] += 1
+        return Begun(rollout, maker, self.survived.scores.get(rollout.id))
 
     def issue_extra(
         self, work: Work, prompt: Prompt, rollout: Rollout, value: WorkClass | None = None
@@ -200,7 +195,7 @@ class Rollouts:
 
     def forget_survived(self) -> None:
         """Free surviving work that was not reissued; a kept preview may have its name by now."""
-        self.discard(name for name in self.survived.names if name not in self.current.finished)
+        self.discard(name for name in self.survived.names if name not in self.current.makers)
         self.survived = Survived()
 
     # -- versions --------------------------------------------------------------------------------------
@@ -246,7 +241,6 @@ class Rollouts:
                 self.fail(lease, epoch, name, f"made by version {version}, not {rollout.version}")
             elif self._admit(self.queue.complete(lease, epoch, name), name):
                 assert rollout is not None, "the queue accepted a rollout of another iteration"
-                work.finished.add(name)
                 work.makers[name] = Maker(worker, epoch)
                 if work.recorded:
                     self.ledger.finish(rollout, work.makers[name])
@@ -297,7 +291,7 @@ class Rollouts:
 
     def _awaits_scores(self, rollout: RolloutId) -> bool:
         work = self._work_of(rollout)
-        if rollout in work.unscored and rollout in work.finished:
+        if rollout in work.unscored and rollout in work.makers:
             return True
         known = rollout in work.rollouts and rollout not in work.unscored
         self.ledger.reject(rollout, (CommitVerdict.DUPLICATE if known else CommitVerdict.UNKNOWN).value)
@@ -350,7 +344,8 @@ class Rollouts:
     def discard(self, rollouts: Iterable[RolloutId]) -> None:
         """Have the samples' tensors freed."""
         if discarded := tuple(rollouts):
-            self.current.finished.difference_update(discarded)
+            for name in discarded:
+                self.current.makers.pop(name, None)
             self.effects.append(DiscardSamples(discarded))
 
     # -- a lost learner --------------------------------------------------------------------------------
@@ -383,17 +378,10 @@ class Rollouts:
         states = {name: policy.snapshot() for name, policy in self.policies.items()}
         return {name: state for name, state in states.items() if state}
 
-    def _recall(self, rollout: Rollout) -> None:
-        self.cluster.recoveries[Recovery.SAMPLE_KEPT] += 1
-        scores = self.survived.scores.get(rollout.id)
-        self._take_over(rollout, self.survived.makers[rollout.id], scores)
-        if scores is None:
-            self._have_scored([rollout])
-
     def check(self) -> None:
         """Assert invariant 1 of the module, in O(rollouts of the iteration)."""
         works = (self.current, *self.extra)
-        waiting = sum(len(work.unscored - work.finished) for work in works)
+        waiting = sum(len(work.unmade) for work in works)
         assert self.queue.outstanding == waiting, "the queue lost or invented a rollout"
         for work in works:
             assert work.unscored.isdisjoint(work.scores), "a scored rollout still waits for its scores"
@@ -402,6 +390,6 @@ class Rollouts:
 
     def groups_scored(self) -> Iterator[tuple[int, dict[int, Scores]]]:
         """Of each slot of this iteration, the scores by seed."""
-        for (slot, _), members in self.current.groups.items():
+        for slot, members in self.current.groups.items():
             scored = [name for name in members if name in self.current.scores]
             yield slot, {self.current.rollouts[name].seed: self.current.scores[name] for name in scored}

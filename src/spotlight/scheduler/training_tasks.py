@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain, filterfalse, pairwise
+from itertools import chain, filterfalse
 from typing import TypeAlias
 
 from spotlight.scheduler import events as ev
@@ -25,12 +25,13 @@ from spotlight.scheduler.batches import (
     Part,
     even_out,
     even_out_each,
+    even_shares,
     micro_batches,
     split_samples,
     split_updates,
     whole_group,
 )
-from spotlight.scheduler.effects import FinishBatch, PrepareBatch, StepOptimizer, TrainMicroBatch
+from spotlight.scheduler.effects import FinishBatch, PrepareBatch, StepOptimizer, TrainEffect, TrainMicroBatch
 from spotlight.scheduler.iteration import Iteration
 from spotlight.scheduler.plan import Plan
 from spotlight.scheduler.rollouts import Rollouts
@@ -44,7 +45,6 @@ from spotlight.scheduler.types import (
     RolloutId,
 )
 
-Task: TypeAlias = PrepareBatch | TrainMicroBatch | StepOptimizer | FinishBatch
 Answer: TypeAlias = ev.BatchPrepared | ev.MicroBatchTrained | ev.OptimizerStepped | ev.BatchFinished
 
 _WHY_LEFT_OUT = {
@@ -68,7 +68,7 @@ class TrainingTasks:
         self._plan, self._work, self.iteration = plan, work, iteration
         self._policies = tuple(work.policies.values())
         self.trains_parts = any(policy.trains_parts for policy in self._policies)
-        self.task: Task | None = None
+        self.task: TrainEffect | None = None
         self.update = 0
         self.overlapped = self.prepared = self.begun = 0
         self._pending: deque[MicroBatch] = deque()
@@ -106,12 +106,12 @@ class TrainingTasks:
         """Samples of which so many were chosen to be trained."""
         return round(trained / self._plan.trained_share)
 
-    def next(self, all_there: bool) -> Task | None:
+    def next(self, all_there: bool) -> TrainEffect | None:
         """Start the next task. None: none is ready or, with ``all_there``, nothing is trainable."""
         self.task = self._next(all_there)
         return self.task
 
-    def _next(self, all_there: bool) -> Task | None:
+    def _next(self, all_there: bool) -> TrainEffect | None:
         if self._pending and self._pending[0].update == self.update:
             micro_batch = self._pending.popleft()
             self.begun += 1
@@ -169,7 +169,7 @@ class TrainingTasks:
             return None
         self.overlapped += sum(len(part.group.rollouts) for part in chosen)
         choice = self._plan.choice
-        planned = sum(choice.of_group(len(self._members(slot))) for slot in self.slots_of(0))
+        planned = sum(choice.of_group(len(self._current.groups[slot])) for slot in self._planned_slots()[0])
         self._announced.setdefault(0, planned)
         return self._prepare([(0, part) for part in chosen], partial=True)
 
@@ -184,7 +184,7 @@ class TrainingTasks:
         return self._found
 
     def _find_parts(self) -> list[Part]:
-        found = self._ready(self.slots_of(0))
+        found = self._ready(self._planned_slots()[0])
         for policy in self._policies:
             found = filterfalse(policy.defers, found)
         ready = sorted(found, key=lambda part: (part.members, part.slot))
@@ -204,35 +204,30 @@ class TrainingTasks:
             updates = policy.left_out(updates, self)
         for update, found in enumerate(updates):
             even = even_out_each if self._plan.whole_groups else even_out
-            _, surplus = even([part.group for part in found], self._plan.ranks)
-            left_out = set(surplus)
+            surplus = even([part.group for part in found], self._plan.ranks)
             for rollout in surplus:
                 why = f"{self._plan.ranks} ranks share an update"
                 self._work.leave_out(rollout, DropReason.UNEVEN_BATCH, why)
-            parts += [(update, part) for part in self.trained([part.without(left_out) for part in found])]
+            parts += [(update, part) for part in self.trained([part.without({*surplus}) for part in found])]
             self._updates = update + 1
         if not parts:
             return None
         return self._prepare(parts, partial=self.trains_parts)
 
     def _updates_of_rest(self) -> list[list[Part]]:
-        updates = self._plan.updates_per_batch
         if self.trains_parts:
-            count = max(1, min(updates, len(self._current.groups)))
-            return [self._survivors(self.slots_of(update)) for update in range(count)]
+            return [self._survivors(slots) for slots in self._planned_slots()]
         found = self._survivors(range(len(self._current.groups)))
         if self._plan.update_split != "groups":
             return [found]  # divided when it is known what is trained
-        by_group = {part.group: part for part in found}
-        split = split_updates([part.group for part in found], updates)
-        return [[by_group[group] for group in groups] for groups in split if groups]
+        return split_updates(found, self._plan.updates_per_batch)
 
     def _survivors(self, slots: Iterable[int]) -> list[Part]:
         slots = list(slots)
         found = list(self._ready(slots))
         taken = {rollout for part in found for rollout in part.group.rollouts + part.left_out}
         for slot in slots:
-            for rollout in self._members(slot)[self._sliced.get(slot, 0) :]:
+            for rollout in self._current.groups[slot][self._sliced.get(slot, 0) :]:
                 if rollout in self._current.scores and rollout not in taken:
                     why = "the rest of its group was dropped"
                     self._work.leave_out(rollout, DropReason.GROUP_TOO_SMALL, why)
@@ -311,15 +306,14 @@ class TrainingTasks:
 
     def _ready(self, slots: Iterable[int]) -> Iterator[Part]:
         current = self._current
-        keys = list(current.groups)
         for slot in slots:
-            prompt, sliced = keys[slot][1], self._sliced.get(slot, 0)
-            members = current.groups[keys[slot]]
+            members, sliced = current.groups[slot], self._sliced.get(slot, 0)
             if sliced == len(members):
                 continue
             cut = (policy.parts(slot, members) for policy in self._policies)
             found = next((parts for parts in cut if parts is not None), None)
             if found is None:
+                prompt = current.rollouts[members[0]].prompt_id
                 found = whole_group(
                     slot, prompt, members, current.scores, lambda name: name not in current.unscored
                 )
@@ -329,13 +323,6 @@ class TrainingTasks:
                         part = policy.select(part, self.iteration)
                     yield part
 
-    def _members(self, slot: int) -> list[RolloutId]:
-        return list(self._current.groups.values())[slot]
-
-    def slots_of(self, update: int) -> range:
-        """As planned, regardless of drops."""
-        groups = len(self._current.groups)
-        updates = max(1, min(self._plan.updates_per_batch, groups))
-        bounds = [groups * index // updates for index in range(updates + 1)]
-        low, high = list(pairwise(bounds))[update]
-        return range(low, high)
+    def _planned_slots(self) -> list[range]:
+        """Of every update, regardless of drops."""
+        return even_shares(len(self._current.groups), self._plan.updates_per_batch)

@@ -64,7 +64,6 @@ class Cluster:
         effects: taken by the controller after each event.
         now: of the event being processed.
         noticed: nodes with a preemption notice.
-        helpers: nodes whose GPUs both train and roll out.
         serving: divides work among groups.
     """
 
@@ -79,7 +78,6 @@ class Cluster:
     groups: dict[WorkerId, WorkerGroup] = field(default_factory=dict)
     now: float = 0.0
     noticed: set[NodeId] = field(default_factory=set)
-    helpers: dict[NodeId, Host] = field(default_factory=dict)
     serving: Serving = field(init=False)
     _capable: int = 0
     _trainers: list[WorkerGroup] | None = None
@@ -167,8 +165,8 @@ class Cluster:
             return
         if worker.leader is not None and self.queue.holds(worker.leader):
             return  # one version makes a whole rollout; `finished` or `pulled` loads it later
-        neighbours = (self.workers[name].holding() for name in self.hosts[worker.node].workers)
-        source = choose_source(worker.holding(), neighbours, self.target, self.plan.publishes)
+        neighbours = (self.workers[name] for name in self.hosts[worker.node].workers)
+        source = choose_source(worker, neighbours, self.target, self.plan.publishes)
         if source is None:
             return  # a neighbour is fetching it; _load_node follows
         pull = PullWeights(worker.id, worker.epoch, self.target, self.lineage, source.kind, source.peer)
@@ -214,8 +212,6 @@ class Cluster:
 
     def _join(self, node: Node) -> None:
         host = self.hosts[node.id] = Host(node)
-        if node.trains and node.rolls_out:
-            self.helpers[node.id] = host
         if node.rolls_out:
             for gpu in range(node.gpus):
                 worker = Worker(WorkerId(f"{node.id}/{gpu}"), node.id, gpu, 0)
@@ -242,7 +238,6 @@ class Cluster:
             return
         self._drains.cancel(node)
         self.noticed.discard(node)
-        self.helpers.pop(node, None)
         for leader in list(host.leaders):
             self._dissolve(self.groups[leader], host)
         for name in host.workers:
@@ -416,7 +411,8 @@ class Cluster:
     def trainers(self) -> list[WorkerGroup]:
         """Groups on GPUs that train; cached, since every event reads it."""
         if self._trainers is None:
-            self._trainers = [self.groups[name] for host in self.helpers.values() for name in host.leaders]
+            training = (host for host in self.hosts.values() if host.node.trains)
+            self._trainers = [self.groups[name] for host in training for name in host.leaders]
         return self._trainers
 
     def willing(self, group: WorkerGroup) -> bool:
@@ -477,8 +473,6 @@ class Cluster:
         self.serving.shares.check([*self.groups.values()])
         self.serving.idle.check()
         assert all(self.groups[group.leader] is group for group in self.serving.idle)
-        helping = {name for name, host in self.hosts.items() if host.node.trains and host.node.rolls_out}
-        assert self.helpers.keys() == helping
         trainers = [group.leader for group in self.groups.values() if group.trains]
         assert sorted(group.leader for group in self.trainers()) == sorted(trainers)
         assert {name for name in trainers if self.queue.holds(name)} <= self.serving.trainers_served.keys()

@@ -29,37 +29,36 @@ class Dispatcher:
 
     def pulled(self, event: ev.GroupPulled) -> None:
         """A group asks for work; :meth:`serve` grants it."""
-        group = self.cluster.groups.get(event.leader)
+        cluster = self.cluster
+        group = cluster.groups.get(event.leader)
         if group is None or group.epoch != event.epoch or group.state is GroupState.STOPPING:
-            self.cluster.count(Recovery.ANSWER_STALE)
+            cluster.count(Recovery.ANSWER_STALE)
             return
         if group.state is GroupState.FORMING:
-            self.cluster.count(Recovery.FORMED_BY_PULL)
-            self.cluster.formed(group)
+            cluster.count(Recovery.FORMED_BY_PULL)
+            cluster.formed(group)
         for lease, _ in self.queue.held_by(group.leader):
             if lease.id in event.holds:
                 continue
             if event.seen < lease.id:
-                self.cluster.count(Recovery.GRANT_RESENT)
-                self.cluster.effects.append(GrantLease(*self.queue.granted(lease.id)))
+                cluster.count(Recovery.GRANT_RESENT)
+                cluster.effects.append(GrantLease(*self.queue.granted(lease.id)))
                 return
-            self.cluster.count(Recovery.LEASE_RENOUNCED)
+            cluster.count(Recovery.LEASE_RENOUNCED)
             self.queue.renounce(lease.id)
-            self.pace.cut(lease.id, self.cluster.now)
+            self.pace.cut(lease.id, cluster.now)
         if not event.holds:
             self.queue.limits.works_on(group.leader, 0)
         group.capacity = event.capacity
         self.spare.pulled(group.leader)
-        self.cluster.load_group(group)
-        self.cluster.consider(group)
+        cluster.load_group(group)
+        cluster.consider(group)
         demand = self.spare.demand()
         if not demand.pressing and (demand.needed or not self.queue.waiting):
             # Tail of the batch: a busy neighbour finishes sooner together with this group's workers.
-            degree, tail_steps = (
-                self.cluster.degree_for(demand.needed or demand.contended),
-                self.cluster.plan.tail_steps,
-            )
-            self._grow(self.cluster.hosts[group.node], degree, tail_steps, over_previews=demand.needed > 0)
+            degree = cluster.degree_for(demand.needed or demand.contended)
+            host, steps = cluster.hosts[group.node], cluster.plan.tail_steps
+            self._grow(host, degree, steps, over_previews=demand.needed > 0)
 
     def finished(self, leader: WorkerId, lease: LeaseId) -> None:
         """A group finished rollouts of a lease."""

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from spotlight.scheduler.cluster.weight_sources import Holding
 from spotlight.scheduler.effects import PullWeights
 from spotlight.scheduler.types import GroupKind, Node, NodeId, PolicyVersion, WorkerId
 
@@ -55,10 +54,10 @@ class Worker:
     pull: PullWeights | None = None
     leader: WorkerId | None = None
 
-    def holding(self) -> Holding:
-        """Its weights, as seen by neighbours choosing a source."""
-        fetching = self.pull is not None and self.pull.peer is None and not self.based
-        return Holding(self.id, self.based, self.version, fetching)
+    @property
+    def fetching(self) -> bool:
+        """Whether it is downloading full weights from the store."""
+        return self.pull is not None and self.pull.peer is None and not self.based
 
 
 @dataclass(slots=True)

@@ -173,14 +173,14 @@ class PullQueue:
         self._epochs[worker] = first_epoch(self.term) + self._admitted
         return self._epochs[worker]
 
-    def release(self, worker: WorkerId) -> list[RolloutId]:
-        """Remove a worker, voiding its leases. Returns the requeued rollouts."""
+    def release(self, worker: WorkerId) -> None:
+        """Remove a worker, voiding its leases: their rollouts are requeued."""
         self._present.discard(worker)
-        return self._revoke([self._held[lease] for lease in self._by_worker.get(worker, ())])
+        self._revoke([self._held[lease] for lease in self._by_worker.get(worker, ())])
 
-    def renounce(self, lease: LeaseId) -> list[RolloutId]:
-        """Void an unfinished lease. Returns the requeued rollouts."""
-        return self._revoke([self._held[lease]] if lease in self._held else [])
+    def renounce(self, lease: LeaseId) -> None:
+        """Void a lease, if it is unfinished: its rollouts are requeued."""
+        self._revoke([self._held[lease]] if lease in self._held else [])
 
     def expire(self, now: float) -> list[Lease]:
         """Requeue rollouts of leases past their deadline. Returns these leases."""
@@ -309,10 +309,6 @@ class PullQueue:
     def waiting_of(self, *values: WorkClass) -> int:
         """Rollouts of these classes not leased."""
         return sum(self._waiting[value] for value in values)
-
-    def waiting_for(self, purpose: Purpose) -> int:
-        """Rollouts of one purpose not leased, without the next iteration's."""
-        return self._waiting[_VALUE[purpose]]
 
     def step_of(self, rollout: RolloutId) -> int:
         """Last committed step of an outstanding rollout."""
@@ -474,16 +470,13 @@ class PullQueue:
         if not leases:
             del self._by_worker[lease.worker]
 
-    def _revoke(self, leases: list[_OpenLease]) -> list[RolloutId]:
-        requeued: list[RolloutId] = []
+    def _revoke(self, leases: list[_OpenLease]) -> None:
         for held in leases:
             self._forget(held.lease)
             for rollout in held.open:
                 entry = self._entries[rollout]
                 entry.lease = None
                 self._push(entry)
-                requeued.append(rollout)
-        return requeued
 
 
 def first_epoch(term: int) -> int:

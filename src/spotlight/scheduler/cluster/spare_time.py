@@ -56,7 +56,7 @@ class SpareTime:
         queue = self.queue
         previews = queue.outstanding_for(Purpose.EXPLORE) if self.explores else 0
         needed = queue.outstanding - previews
-        pressing = queue.waiting - (queue.waiting_for(Purpose.EXPLORE) if self.explores else 0)
+        pressing = queue.waiting - (queue.waiting_of(WorkClass.EXPLORE) if self.explores else 0)
         previews_next = previews > 0 and not pressing and (not needed or queue.waiting > 0)
         if previews_next:
             return Demand(needed, pressing, previews, True)

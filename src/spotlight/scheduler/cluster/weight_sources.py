@@ -12,23 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from spotlight.scheduler.cluster.members import Worker
 from spotlight.scheduler.types import PolicyVersion, WeightKind, WorkerId
-
-
-@dataclass(frozen=True, slots=True)
-class Holding:
-    """The weights of one worker.
-
-    Attributes:
-        based: the base weights are loaded.
-        version: the policy version loaded; None while unknown.
-        fetching: it is downloading full weights from the store.
-    """
-
-    worker: WorkerId
-    based: bool
-    version: PolicyVersion | None
-    fetching: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +25,16 @@ class WeightSource:
 
 
 def choose_source(
-    holding: Holding, neighbours: Iterable[Holding], target: PolicyVersion, publishes: WeightKind
+    worker: Worker, neighbours: Iterable[Worker], target: PolicyVersion, publishes: WeightKind
 ) -> WeightSource | None:
     """Where a worker gets version ``target``; None: wait for a neighbour's download."""
-    if holding.based and publishes is WeightKind.ADAPTER:
+    if worker.based and publishes is WeightKind.ADAPTER:
         return WeightSource(WeightKind.ADAPTER, None)
     waits = False
     for neighbour in neighbours:
-        if neighbour.worker == holding.worker:
+        if neighbour.id == worker.id:
             continue
         if neighbour.based and (publishes is WeightKind.ADAPTER or neighbour.version == target):
-            return WeightSource(WeightKind.FULL, neighbour.worker)
+            return WeightSource(WeightKind.FULL, neighbour.id)
         waits = waits or neighbour.fetching
     return None if waits else WeightSource(WeightKind.FULL, None)

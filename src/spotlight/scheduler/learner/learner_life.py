@@ -28,7 +28,7 @@ class LearnerLife:
 
     Attributes:
         ranks: that it has.
-        ranks_min: it can be formed with so many; 0: with ``ranks``.
+        ranks_min: it can be formed with so many.
         committed: what a lost learner starts from.
         saving: becomes ``committed`` once it is durable.
         up: it can be given work.
@@ -41,7 +41,7 @@ class LearnerLife:
     ranks: int
     fleet: Fleet
     committed: Snapshot
-    ranks_min: int = 0
+    ranks_min: int
     saving: Snapshot | None = None
     up: bool = True
     restore_due: bool = False
@@ -50,9 +50,6 @@ class LearnerLife:
     preparations: int = 0
     ending: bool = False
     _given_up: bool = False
-
-    def __post_init__(self) -> None:
-        self.ranks_min = self.ranks_min or self.ranks
 
     @property
     def works(self) -> bool:

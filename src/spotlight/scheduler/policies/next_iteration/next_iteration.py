@@ -76,7 +76,7 @@ class NextIteration(Policy):
     def published(self) -> None:
         """A version is published: only rollouts under way may still be made by the one before."""
         self.samples = 0
-        self.older = self.early.unscored - self.early.finished
+        self.older = self.early.unmade
         self.after_event()
 
     def after_event(self) -> None:

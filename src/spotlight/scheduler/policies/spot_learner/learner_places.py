@@ -26,8 +26,8 @@ class LearnerPlaces:
 
     Attributes:
         ranks: number of the learner's ranks, if there is room.
+        ranks_min: fewest ranks to start with, a divisor of ``ranks``.
         even: whether each node has equally many ranks.
-        ranks_min: fewest ranks to start with, a divisor of ``ranks``; 0: ``ranks`` only.
         slots: number of slots of each node that is there.
         on_demand: nodes on demand, used where spot nodes have no room.
         holding: nodes whose workers hold the base weights: the learner starts there at once.
@@ -38,8 +38,8 @@ class LearnerPlaces:
     """
 
     ranks: int
+    ranks_min: int
     even: bool = False
-    ranks_min: int = 0
     slots: dict[NodeId, int] = field(default_factory=dict)
     on_demand: set[NodeId] = field(default_factory=set)
     holding: set[NodeId] = field(default_factory=set)
@@ -139,8 +139,7 @@ class LearnerPlaces:
     @property
     def _sizes(self) -> list[int]:
         """Allowed numbers of ranks, the largest first: divisors, so that all share every batch evenly."""
-        least = self.ranks_min or self.ranks
-        return [size for size in range(self.ranks, least - 1, -1) if self.ranks % size == 0]
+        return [size for size in range(self.ranks, self.ranks_min - 1, -1) if self.ranks % size == 0]
 
     def _spot(self, slots: Mapping[NodeId, int]) -> dict[NodeId, int]:
         return {name: count for name, count in slots.items() if name not in self.on_demand}

@@ -28,7 +28,7 @@ class SpotLearner(FleetPolicy):
         return [learner, OnDemand(on_demand, plan, learner.places, supply), supply]
 
     def __init__(self, plan: Plan) -> None:
-        self.places = LearnerPlaces(plan.ranks, plan.fleet.even_ranks, plan.ranks_min)
+        self.places = LearnerPlaces(plan.ranks, plan.ranks_min, plan.fleet.even_ranks)
         self._ranks_roll_out, self._grows_after_s = plan.fleet.ranks_roll_out, plan.fleet.grows_after_s
         self._room_since_s: float | None = None
         self._placed = PlaceLearner({})

@@ -35,10 +35,10 @@ class WholeGroups(Policy):
             return
         works = [self.work.current, *self.work.extra]
         issued = Counter(group_of(rollout) for work in works for rollout in work.rollouts.values())
-        to_come = {group_of(work.rollouts[name]) for work in works for name in work.unscored - work.finished}
+        to_come = {group_of(work.rollouts[name]) for work in works for name in work.unmade}
         complete: dict[str, list[Rollout]] = {}
         for rollout in [*self._held.values()]:
-            if not any(rollout.id in work.unscored and rollout.id in work.finished for work in works):
+            if not any(rollout.id in work.unscored and rollout.id in work.makers for work in works):
                 del self._held[rollout.id]
                 continue
             group = group_of(rollout)
