@@ -24,7 +24,7 @@ from spotlight.rollout.state import FinishedRollout
 from spotlight.runtime.assembly import components as build
 from spotlight.runtime.assembly.learner_parts import Learning, assemble, fill_embeddings, prepare_model
 from spotlight.runtime.clock import PhaseClock
-from spotlight.runtime.inline import Denoiser, InlineDriver, InlineParts
+from spotlight.runtime.inline import Denoiser, InlineDriver
 from spotlight.runtime.main_turn import MainTurn
 from spotlight.runtime.observer import Observer
 from spotlight.runtime.process import prepare_process
@@ -83,7 +83,7 @@ class BesideTraining(InlineDriver):
     """
 
     def _next_event(self) -> ev.Event:
-        events, controller = self._events, self.parts.controller
+        events, controller = self._events, self.controller
         waits = bool(events) and isinstance(events[0], ev.BatchPrepared)
         if not waits or not any(work.unscored for work in controller.work.extra):
             return super()._next_event()
@@ -135,20 +135,18 @@ class Lab:
         by_id = {prompt.id: prompt for prompt in (*self.prompts.train, *self.prompts.test)}
         recorder = MemoryRecorder(Ranks(), by_id, self.config.evaluation.strict, trained)
         driver = BesideTraining(
-            InlineParts(
-                controller=Controller(plan, self.prompts.train, self.prompts.test),
-                denoiser=self.denoiser,
-                feed=self.learning.feed,
-                rewards=self.rewards,
-                recorder=recorder,
-                clock=PhaseClock(Phase.IDLE, now_s=now_s),
-                observer=Observer(),
-                ranks=(alone := Ranks()),
-                turn=MainTurn(alone),
-                lease_size=self.config.rollout.batch_size,
-                grid=(1, 1),
-                training_pictures_every=0,
-            )
+            controller=Controller(plan, self.prompts.train, self.prompts.test),
+            denoiser=self.denoiser,
+            feed=self.learning.feed,
+            rewards=self.rewards,
+            recorder=recorder,
+            clock=PhaseClock(Phase.IDLE, now_s=now_s),
+            observer=Observer(),
+            ranks=(alone := Ranks()),
+            turn=MainTurn(alone),
+            lease_size=self.config.rollout.batch_size,
+            grid=(1, 1),
+            training_pictures_every=0,
         )
         error = driver.run()
         if error is not None:

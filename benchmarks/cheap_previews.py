@@ -127,7 +127,7 @@ class Bench:
             )
             for member in range(self.seeds)
         ]  # fmt: skip
-        train = self.model.recipes.train
+        train = self.model.recipes[Purpose.TRAIN]
         whole = purpose is Purpose.TRAIN
         recipe = train if whole else setting.recipe(train, self.config.rollout.steps)
         if setting.small:

@@ -170,7 +170,7 @@ def make_batch(
     autocast = autocast_type(config.learner, learning.model.family.dtype)
     engine = Engine(learning.model.family, max_batch=8, negative=learning.negative, autocast=autocast)
     conditions = learning.conditions.of(rollout.prompt_id for rollout in rollouts)
-    states = engine.start(rollouts, conditions, learning.model.recipes.train)
+    states = engine.start(rollouts, conditions, learning.model.recipes[Purpose.TRAIN])
     with torch.no_grad(), learning.slots.use(slot or learning.model.algorithm.rollout_slot) as model:
         for _ in range(config.rollout.steps):
             states = engine.step(model, states)

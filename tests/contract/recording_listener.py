@@ -6,8 +6,8 @@ import threading
 import time
 
 from spotlight.cluster.nodes.listing import RayNode
+from spotlight.scheduler import events as ev
 from spotlight_fleet.facts import NodeFacts
-from spotlight_rewards.base.errors import Problem
 
 
 class RecordingListener:
@@ -20,20 +20,19 @@ class RecordingListener:
     def joined(self, node: RayNode, facts: NodeFacts) -> None:
         self._put("joined", node.name, (node, facts))
 
-    def lost(self, node: RayNode) -> None:
-        self._put("lost", node.name, node)
+    def happened(self, event: ev.Event) -> None:
+        match event:
+            case ev.NodeLost(node):
+                self._put("lost", node, None)
+            case ev.NodeNoticed(node, deadline_s):
+                self._put("noticed", node, deadline_s - time.monotonic())
+            case ev.NodeAdvised(node):
+                self._put("advised", node, None)
+            case ev.NoticeCancelled(node):
+                self._put("cancelled", node, None)
 
-    def noticed(self, node: RayNode, remaining_s: float, detail: str) -> None:
-        self._put("noticed", node.name, remaining_s)
-
-    def advised(self, node: RayNode) -> None:
-        self._put("advised", node.name, None)
-
-    def notice_cancelled(self, node: RayNode, detail: str) -> None:
-        self._put("cancelled", node.name, detail)
-
-    def refused(self, problem: Problem) -> None:
-        self._put("refused", problem.key, problem)
+    def told(self, text: str) -> None:
+        self._put("told", text.partition(":")[0], text)
 
     def _put(self, what: str, name: str, value: object) -> None:
         with self._changed:

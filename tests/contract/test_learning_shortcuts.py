@@ -12,6 +12,7 @@ from spotlight.config.load import build_config
 from spotlight.config.schema import RunConfig
 from spotlight.runtime.assembly import components as build
 from spotlight.runtime.assembly.learner_parts import prepare_model
+from spotlight.scheduler.types import Purpose
 from spotlight_rewards.base.errors import ConfigError
 
 
@@ -22,7 +23,7 @@ def config_of(pipeline: Path, tmp_path: Path, **exploration: object) -> RunConfi
 
 def test_a_model_that_can_is_taken(random_pipeline: Path, tmp_path: Path) -> None:
     config = config_of(random_pipeline, tmp_path, step_cache=2, dtype="bfloat16")
-    explore = prepare_model(config, torch.device("cpu")).recipes.explore
+    explore = prepare_model(config, torch.device("cpu")).recipes[Purpose.EXPLORE]
     assert (explore.step_cache, explore.autocast) == (2, torch.bfloat16)
 
 

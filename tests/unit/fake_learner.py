@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -111,6 +111,9 @@ class FakeLauncher:
 
     def meeting_hosts(self, ranks: Sequence[RankHandle]) -> list[str]:
         return ["127.0.0.1"] * len(ranks)
+
+    def nodes_of(self, life: int) -> Mapping[str, int]:
+        return {f"node of life {life}": self.world}
 
 
 class World:

@@ -18,7 +18,7 @@ from spotlight.cluster.billing import ClusterAccounts
 from spotlight.cluster.blobs.blob_client import BlobClient
 from spotlight.cluster.blobs.blob_server import Delivered
 from spotlight.cluster.blobs.blob_store import BlobAddress, StoredBlob
-from spotlight.cluster.head import Head, HeadParts
+from spotlight.cluster.head import Head
 from spotlight.cluster.incidents import Drains, IncidentRecorder
 from spotlight.cluster.learner_driver import LearnerDriver, PublishedVersions
 from spotlight.cluster.remote_calls import AbandonedError, Conversations, Inbox
@@ -306,9 +306,6 @@ class FakeNodes:
     def started(self) -> Mapping[NodeId, int]:
         return self.placed
 
-    def leave(self, ray_id: str) -> None:
-        """The fake learner holds no slots."""
-
 
 @dataclass
 class Notes(Observer):
@@ -348,15 +345,13 @@ class World:
         driver = LearnerDriver(
             self.controller, self.learner, PublishedVersions(client), self.conversations,  # type: ignore[arg-type]
             recorder.checkpoints, (), self.inbox.put, notes.note,
-            nodes if self.controller.plan.cluster.learner_moves else None,
+            nodes.started if self.controller.plan.cluster.learner_moves else None,
         )  # fmt: skip
         self.head = Head(
-            HeadParts(
-                self.controller, self.inbox, self.conversations, pool, driver, self.samples,
-                self, accounts, recorder, incidents, Drains(lambda _: None), notes,  # type: ignore[arg-type]
-                self.attempt.number, (1, 1), 1, TraceCollector(client, profile, notes.note, 1),
-                nodes,  # type: ignore[arg-type]
-            )
+            self.controller, self.inbox, self.conversations, pool, driver, self.samples,
+            self, accounts, recorder, incidents, Drains(lambda _: None), notes,  # type: ignore[arg-type]
+            self.attempt.number, (1, 1), 1, TraceCollector(client, profile, notes.note, 1),
+            nodes,  # type: ignore[arg-type]
         )  # fmt: skip
 
     # -- a starter and a scorer ------------------------------------------------------------------------

@@ -68,12 +68,9 @@ class World:
 def test_a_silent_ray_is_told_before_it_is_lost_and_one_that_is_lost_is_told_at_once() -> None:
     async def run() -> None:
         world = World()
-        world.nodes.ray_silent(10.0, 30.0)
+        world.nodes.told("Ray does not answer")
         await world.happen()
-        assert world.notes == [
-            "Ray does not answer: it has not listed its nodes for 10 s; after 30 s the run ends, and can be "
-            "resumed"
-        ]
+        assert world.notes == ["Ray does not answer"]
         failed: list[Exception] = []
         world.nodes._fail = failed.append
         world.nodes.ray_lost("Ray is dead")
@@ -109,7 +106,7 @@ def test_a_node_that_is_back_at_once_is_another_machine_of_the_same_name() -> No
         first, again = ray_node("spot"), ray_node("spot", life=2)
         world.nodes.joined(first, FACTS)
         await world.happen()
-        world.nodes.lost(first)
+        world.nodes.happened(ev.NodeLost(SPOT))
         world.nodes.joined(again, FACTS)
         await world.happen()
         assert world.nodes.machines[SPOT] == again
@@ -149,7 +146,7 @@ def test_nodes_that_were_there_at_the_start_are_awaited_until_they_join_or_are_g
         world.nodes.joined(one, FACTS)
         await world.happen()
         assert world.nodes.awaits(NodeKind.SPOT)
-        world.nodes.lost(two)
+        world.nodes.happened(ev.NodeLost(NodeId(two.name)))
         await world.happen()
         assert not world.nodes.awaits(NodeKind.SPOT)
 

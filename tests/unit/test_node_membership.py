@@ -16,6 +16,8 @@ from ray.exceptions import RayActorError
 from spotlight.cluster.nodes import node_membership
 from spotlight.cluster.nodes.listing import RayNode, read_view
 from spotlight.cluster.nodes.node_membership import MembershipSettings, NodeMembership
+from spotlight.scheduler import events as ev
+from spotlight.scheduler.types import NodeId
 from spotlight_fleet.facts import NodeFacts
 from spotlight_fleet.notices.notice_mail import Message, NoticeUpdate
 from spotlight_fleet.notices.notice_watch import NoticeSettings
@@ -30,10 +32,14 @@ class RayLossListener:
 
     def __init__(self) -> None:
         self.ray_was_lost: list[str] = []
-        self.silences: list[float] = []
+        self.notes: list[str] = []
+        self.events: list[ev.Event] = []
 
-    def ray_silent(self, silent_s: float, dead_s: float) -> None:
-        self.silences.append(silent_s)
+    def told(self, text: str) -> None:
+        self.notes.append(text)
+
+    def happened(self, event: ev.Event) -> None:
+        self.events.append(event)
 
     def ray_lost(self, why: str) -> None:
         self.ray_was_lost.append(why)
@@ -79,11 +85,11 @@ def test_ray_is_given_up_for_its_own_silence_not_for_that_of_this_process() -> N
     ray.nodes.late_s = 10 * SETTINGS.dead_s  # this process stood still while it waited
     ray.membership._rows()
     ray.nodes.late_s = 0.0
-    assert ray.listener.ray_was_lost == ray.listener.silences == []
+    assert ray.listener.ray_was_lost == ray.listener.notes == []
     asks = 2  # the late one counts for two
     while asks * SETTINGS.period_s < SETTINGS.dead_s:
         assert ray.listener.ray_was_lost == []
-        assert len(ray.listener.silences) == (asks * SETTINGS.period_s >= SETTINGS.answer_s)
+        assert len(ray.listener.notes) == (asks * SETTINGS.period_s >= SETTINGS.answer_s)
         ray.membership._rows()
         asks += 1
     assert ray.listener.ray_was_lost == ["Ray is dead: it has not listed its nodes for 30 s"]
@@ -97,7 +103,11 @@ def test_a_silence_that_ended_counts_no_more_and_the_next_is_told_again() -> Non
         ray.nodes.answers = True
         ray.membership._rows()
         ray.nodes.answers = False
-    assert ray.listener.silences == [SETTINGS.answer_s] * 2
+    silence = (
+        "Ray does not answer: it has not listed its nodes for 10 s; after 30 s the run ends, and can be "
+        "resumed"
+    )
+    assert ray.listener.notes == [silence] * 2
 
 
 def test_a_gcs_that_nobody_restarts_is_dead_once_it_refuses_connections() -> None:
@@ -180,9 +190,7 @@ def test_machines_that_are_switched_off_together_are_probed_together(monkeypatch
 
 @pytest.mark.parametrize("lives", [True, False])
 def test_a_node_is_not_noticed_when_ray_ends_its_agent(monkeypatch: pytest.MonkeyPatch, lives: bool) -> None:
-    noticed: list[str] = []
     listener = RayLossListener()
-    listener.noticed = lambda node, *_: noticed.append(node.name)  # type: ignore[attr-defined]
     monkeypatch.setattr(node_membership, "raylet_listens", lambda node: lives or node.name != "head")
     monkeypatch.setattr(node_membership, "drain_node", lambda *_: True)
     monkeypatch.setattr(
@@ -195,26 +203,22 @@ def test_a_node_is_not_noticed_when_ray_ends_its_agent(monkeypatch: pytest.Monke
     membership._watched["0"] = SimpleNamespace(node=head)  # type: ignore[assignment]
     told = node_membership._Watched(spot)  # type: ignore[arg-type]
     membership._pass_on(told, Message(1, NoticeUpdate.NOTICED, "SIGTERM", 10.0))
-    assert noticed == ["spot"] * lives
+    assert [event.node for event in listener.events if isinstance(event, ev.NodeNoticed)] == ["spot"] * lives
+    assert len(listener.events) == lives
 
 
 def test_advice_of_the_cloud_reaches_the_run() -> None:
-    advised: list[str] = []
     listener = RayLossListener()
-    listener.advised = lambda node: advised.append(node.name)  # type: ignore[attr-defined]
     membership = NodeMembership(listener, HERE, SETTINGS)  # type: ignore[arg-type]
     spot = node_membership._Watched(SimpleNamespace(name="spot", ray_id="1"))  # type: ignore[arg-type]
     membership._pass_on(spot, Message(1, NoticeUpdate.REBALANCE, "rebalance recommended", 0.0))
-    assert advised == ["spot"]
+    assert listener.events == [ev.NodeAdvised(NodeId("spot"))]
 
 
 def test_of_two_notices_the_earliest_counts_and_ray_s_own_drain_is_not_cancelled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told: list[tuple[str, float]] = []
     listener = RayLossListener()
-    listener.noticed = lambda node, left_s, detail: told.append((detail, round(left_s)))  # type: ignore[attr-defined]
-    listener.notice_cancelled = lambda node, detail: told.append((detail, 0.0))  # type: ignore[attr-defined]
     monkeypatch.setattr(node_membership, "drain_node", lambda *_: True)
     monkeypatch.setattr(NodeMembership, "_ray_ends", lambda self: False)
     drains: dict[str, int] = {}
@@ -244,5 +248,10 @@ def test_of_two_notices_the_earliest_counts_and_ray_s_own_drain_is_not_cancelled
     for message in (later, stays, sooner, stays):
         membership._pass_on(autoscaler, message)
     look()
-    back = [("a cloud", 9.0), ("it stays", 0.0), ("Ray drains it nevertheless", 30.0)]
-    assert told == [("a cloud", 30.0), ("Ray drains it", 30.0), ("it stays", 0.0), *back]
+    told = [
+        (event.node, round(event.deadline_s)) if isinstance(event, ev.NodeNoticed) else event
+        for event in listener.events
+    ]
+    stayed, back = (ev.NoticeCancelled(NodeId(name)) for name in ("cloud", "autoscaler"))
+    drained_again = ("autoscaler", 30)
+    assert told == [("cloud", 30), ("autoscaler", 30), stayed, ("autoscaler", 9), back, drained_again]

@@ -288,7 +288,7 @@ def test_a_learner_lost_in_the_last_evaluation_is_restored_for_the_export(
         if moment == "before the end":
             it.score = lose_it_first  # type: ignore[method-assign]
         else:
-            it.head.parts.observer.evaluated = evaluated  # type: ignore[method-assign]
+            it.head.observer.evaluated = evaluated  # type: ignore[method-assign]
         assert it.run() == it.learner.directory
     assert len(it.learner.restored) == 2
     assert it.learner.asked.count("export") == 1
@@ -298,7 +298,7 @@ def test_a_learner_lost_in_the_last_evaluation_is_restored_for_the_export(
 def test_a_restore_that_was_ordered_before_a_later_loss_starts_nothing(tmp_path: Path) -> None:
     with world(tmp_path) as it:
         it.join(RESERVED, SPOT)
-        it.when("publish", lambda: it.head.parts.learner.restore(0, it.controller.cluster.lineage - 1), 2)
+        it.when("publish", lambda: it.head.learner.restore(0, it.controller.cluster.lineage - 1), 2)
         it.run()
     assert it.learner.life == 1
 

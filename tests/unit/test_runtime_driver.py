@@ -6,13 +6,14 @@ import math
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import MISSING, Field, fields
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from spotlight.runtime.inline import InlineDriver, InlineParts, _Scoring
+from spotlight.runtime.inline import InlineDriver, _Scoring
 from spotlight.runtime.shared_pictures import encoded, whole_groups
 from spotlight.scheduler.cluster.queue import PullQueue
 from spotlight.scheduler.events import StopRequested
@@ -35,9 +36,12 @@ def driver(
 ) -> InlineDriver:
     controller = SimpleNamespace(queue=queue, plan=SimpleNamespace(max_drop_share=max_drop_share))
     observer = SimpleNamespace(work=lambda *what: progress.append(what))
-    return InlineDriver(
-        cast(InlineParts, SimpleNamespace(controller=controller, observer=observer, ranks=Ranks()))
-    )
+    absent: dict[str, Any] = {each.name: None for each in fields(InlineDriver) if _is_required(each)}
+    return InlineDriver(**absent | {"controller": controller, "observer": observer, "ranks": Ranks()})
+
+
+def _is_required(each: Field[Any]) -> bool:
+    return each.default is MISSING and each.default_factory is MISSING
 
 
 def test_work_is_counted_in_samples_over_all_leases_of_an_iteration() -> None:
@@ -125,7 +129,7 @@ def test_a_run_that_a_failure_ends_can_be_stopped_while_it_waits_for_scores_befo
     def endless() -> RewardBatch:
         raise AssertionError("nothing could end this")
 
-    driven.parts.clock = SimpleNamespace(phase=phase)  # type: ignore[assignment]
+    driven.clock = SimpleNamespace(phase=phase)  # type: ignore[assignment]
     driven._scoring.extend(map(scoring, [None, FAILED]))
     driven._scoring[0].future.result = endless  # type: ignore[assignment, method-assign]
     assert driven._next_event() == StopRequested()

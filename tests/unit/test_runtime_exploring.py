@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import MISSING, fields
 from typing import Any
 from unittest.mock import Mock
 
@@ -69,14 +70,14 @@ def test_the_controller_takes_the_section_itself() -> None:
 def test_previews_follow_the_path_of_their_rollouts(sampler: tuple[str, ...], path: int | None) -> None:
     explores = ("exploration={steps: 6, guidance: 1}", "rollout.true_cfg_scale=4")
     config = load_config(None, [*sampler, *explores])
-    recipes = build.make_recipes(config, build.make_algorithm(config)).by_purpose()
+    recipes = build.make_recipes(config, build.make_algorithm(config))
     preview, train = recipes[Purpose.EXPLORE], recipes[Purpose.TRAIN]
     assert (preview.sampler, preview.window) == (train.sampler, train.window)
     assert (preview.path_steps, preview.keeps) == (path, "final")
     assert (preview.guidance_scale, train.guidance_scale) == (1, 4)
     assert preview_steps(config) == (6,)
     as_rollouts = load_config(None, ["exploration={}", "rollout.true_cfg_scale=4"])
-    recipes = build.make_recipes(as_rollouts, build.make_algorithm(as_rollouts)).by_purpose()
+    recipes = build.make_recipes(as_rollouts, build.make_algorithm(as_rollouts))
     assert recipes[Purpose.EXPLORE].guidance_scale == 4
 
 
@@ -97,13 +98,13 @@ def test_previews_are_kept_if_they_are_made_as_rollouts_are(exploration: str, ke
     )
     assert build.plan_of(config).keeps_previews is kept
     recipes = build.make_recipes(config, build.make_algorithm(config))
-    assert recipes.train.keeps == "trajectory"
-    assert recipes.explore.keeps == ("trajectory" if kept else "final")
+    assert recipes[Purpose.TRAIN].keeps == "trajectory"
+    assert recipes[Purpose.EXPLORE].keeps == ("trajectory" if kept else "final")
 
 
 def test_shortcuts_are_those_of_previews_alone() -> None:
     config = load_config(None, [*SDE, "exploration={step_cache: 2, dtype: bfloat16}"])
-    recipes = build.make_recipes(config, build.make_algorithm(config)).by_purpose()
+    recipes = build.make_recipes(config, build.make_algorithm(config))
     preview = recipes[Purpose.EXPLORE]
     assert (preview.step_cache, preview.autocast) == (2, torch.bfloat16)
     assert not any(recipes[purpose].approximate for purpose in (Purpose.TRAIN, Purpose.EVAL))
@@ -160,7 +161,8 @@ def test_the_head_writes_a_report_into_the_iterations_row_and_says_why() -> None
         def note(self, text: str) -> None:
             notes.append(text)
 
-    head: Any = Head(Mock(observer=Watcher()))
+    required = [each.name for each in fields(Head) if each.default is each.default_factory is MISSING]
+    head: Any = Head(**dict.fromkeys(required, Mock()) | {"observer": Watcher()})
     for _ in range(2):  # the second after a learner was lost: the same iteration again
         head._carry_out(ReportExploration(3, REPORT))
     assert head.log.take()["exploration/contrast/gain"] == 0.03

@@ -48,7 +48,7 @@ def test_a_second_learner_that_dies_leaves_the_first_alone_and_is_replaced_when_
         await settle()
         assert world.group.is_up
         assert launcher.lives[1][1].death.done(), "no slot is held for nobody"
-        assert world.group.second_life is None
+        assert world.group._second is None
         launcher.lives[0][1].die()
         await settle()
         assert len(world.lost) == 1
@@ -69,14 +69,16 @@ def test_a_second_learner_that_is_not_needed_any_more_holds_no_slot(formed: bool
             world.launcher.answers["build"] = PENDING
         world.ask(world.group.form_second(), "formed")
         await settle()
-        assert world.group.second_life == 2
-        world.group.end_second("its nodes are for something else")
+        world.group.leave("node of life 1")
+        await settle()
+        assert not any(rank.death.done() for rank in launcher.lives[1])
+        world.group.leave("node of life 2")
         await settle()
         assert all(rank.death.done() for rank in launcher.lives[1])
-        assert world.group.second_life is None
+        assert world.group._second is None
         assert ("formed" in world.done) == formed
         assert world.group.is_up
-        world.group.end_second("there is none")
+        world.group.leave("node of life 2")
         assert world.group.is_up
 
     played(scene())

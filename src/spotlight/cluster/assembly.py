@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import secrets
 import shutil
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,13 +15,13 @@ from typing import Any
 from spotlight.cluster.billing import ClusterAccounts
 from spotlight.cluster.blobs.blob_client import BlobClient
 from spotlight.cluster.cluster_nodes import ClusterNodes, Site
-from spotlight.cluster.head import Head, HeadParts
+from spotlight.cluster.head import Head
 from spotlight.cluster.incidents import Drains, IncidentRecorder
 from spotlight.cluster.learner.learner_group import LearnerGroup
 from spotlight.cluster.learner.life import Deadlines
 from spotlight.cluster.learner.rank_folder import write_token
 from spotlight.cluster.learner.ray_launcher import RayLauncher
-from spotlight.cluster.learner_driver import LearnerDriver, Places, PublishedVersions
+from spotlight.cluster.learner_driver import LearnerDriver, PublishedVersions
 from spotlight.cluster.model_fetch import pinned
 from spotlight.cluster.remote_calls import Conversations, Inbox
 from spotlight.cluster.sample_scoring import AcceptedSamples, SampleScoring
@@ -98,7 +98,7 @@ async def assembled(materials: Materials, room: AttemptRoom) -> AsyncIterator[He
         workers = _workers(materials, room, nodes, conversations, inbox, incidents, traces, stack)
         if nodes.spares is not None:
             stack.callback(nodes.spares.close)
-        learner, places = await _learner(materials, room, nodes, incidents, stack)
+        learner, placed = _learner(materials, room, nodes, incidents, stack)
         supplies = {
             kind: NodeSupply(
                 kind,
@@ -121,9 +121,9 @@ async def assembled(materials: Materials, room: AttemptRoom) -> AsyncIterator[He
             tuple(prompt.id for prompt in materials.used),
             inbox.put,
             note,
-            places,
+            placed,
         )
-        parts = HeadParts(
+        head = Head(
             controller=controller,
             inbox=inbox,
             conversations=conversations,
@@ -148,7 +148,7 @@ async def assembled(materials: Materials, room: AttemptRoom) -> AsyncIterator[He
         for supply in supplies.values():
             conversations.start(supply.run())
         stack.enter_context(nodes.membership)
-        yield Head(parts)
+        yield head
 
 
 def _controller(materials: Materials, room: AttemptRoom) -> Controller:
@@ -199,13 +199,13 @@ def _workers(
     return pool
 
 
-async def _learner(
+def _learner(
     materials: Materials,
     room: AttemptRoom,
     nodes: ClusterNodes,
     incidents: IncidentRecorder,
     stack: AsyncExitStack,
-) -> tuple[LearnerGroup, Places | None]:
+) -> tuple[LearnerGroup, Callable[[], Mapping[NodeId, int]] | None]:
     config, fleet, token = materials.config, materials.config.fleet, secrets.token_hex(16)
     token_file = write_token(config, token)
     stack.callback(discard, token_file)
@@ -235,26 +235,10 @@ async def _learner(
     )
     stack.push_async_callback(asyncio.to_thread, launcher.close)
     stack.push_async_callback(learner.stop)
-    if not moves:
-        return learner, None
-    return learner, _MovingPlaces(nodes, launcher, learner, incidents, fleet.learner_ranks)
 
-
-@dataclass(frozen=True, slots=True)
-class _MovingPlaces:
-    nodes: ClusterNodes
-    launcher: RayLauncher
-    learner: LearnerGroup
-    incidents: IncidentRecorder
-    wished: int
-
-    def started(self) -> Mapping[NodeId, int]:
-        ranks = self.nodes.ranks_by_machine(self.launcher.nodes_of(self.learner.working_life))
-        self.incidents.learner_placed(self.nodes.prices_of(ranks), sum(ranks.values()), self.wished)
+    def placed() -> Mapping[NodeId, int]:
+        ranks = nodes.ranks_by_machine(launcher.nodes_of(learner.working_life))
+        incidents.learner_placed(nodes.prices_of(ranks), sum(ranks.values()), fleet.learner_ranks)
         return ranks
 
-    def leave(self, ray_id: str) -> None:
-        """A second learner that has no place there any more would keep workers from starting."""
-        life = self.learner.second_life
-        if life is not None and ray_id in self.launcher.nodes_of(life):
-            self.learner.end_second("its nodes are for something else")
+    return learner, placed if moves else None

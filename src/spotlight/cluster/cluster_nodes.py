@@ -32,7 +32,6 @@ from spotlight_fleet.emulated.local_cluster import LocalCluster
 from spotlight_fleet.facts import Gpu, NodeFacts, gather
 from spotlight_fleet.notices.notice_watch import NoticeSettings
 from spotlight_fleet.ray_names import SLOT
-from spotlight_rewards.base.errors import Problem
 
 LOOPBACK = "127.0.0.1"
 
@@ -81,7 +80,7 @@ class ClusterNodes:
         note: Notify,
         clock: Clock,
     ) -> None:
-        self._config, self._site, self._clock = config, site, clock
+        self._config, self._site = config, site
         self._put_event, self._fail, self._note = put_event, fail, note
         self._loop = asyncio.get_running_loop()
         self._ranks_roll_out = config.pipeline.trainers_generate
@@ -103,7 +102,7 @@ class ClusterNodes:
         self.spares = SpareWorkers(ActorStarter.kill, self.learner_ranks_at) if moves else None
         gcs = "" if site.emulated is None else site.emulated.address
         settings = MembershipSettings(_notice_settings(config), mortal_gcs=gcs)
-        self.membership = NodeMembership(self, gather(), settings, known=site.nodes)
+        self.membership = NodeMembership(self, gather(), settings, clock, known=site.nodes)
 
     # -- called in the membership's thread -------------------------------------------------------------
 
@@ -111,33 +110,13 @@ class ClusterNodes:
         """See :class:`spotlight.cluster.nodes.node_membership.Listener`."""
         self._soon(self._join, node, facts)
 
-    def lost(self, node: RayNode) -> None:
+    def happened(self, event: ev.Event) -> None:
         """See :class:`spotlight.cluster.nodes.node_membership.Listener`."""
-        self._soon(self._put_event, ev.NodeLost(NodeId(node.name)))
+        self._soon(self._put_event, event)
 
-    def noticed(self, node: RayNode, remaining_s: float, detail: str) -> None:
+    def told(self, text: str) -> None:
         """See :class:`spotlight.cluster.nodes.node_membership.Listener`."""
-        self._soon(self._put_event, ev.NodeNoticed(NodeId(node.name), self._clock() + remaining_s))
-
-    def advised(self, node: RayNode) -> None:
-        """See :class:`spotlight.cluster.nodes.node_membership.Listener`."""
-        self._soon(self._put_event, ev.NodeAdvised(NodeId(node.name)))
-
-    def notice_cancelled(self, node: RayNode, detail: str) -> None:
-        """See :class:`spotlight.cluster.nodes.node_membership.Listener`."""
-        self._soon(self._put_event, ev.NoticeCancelled(NodeId(node.name)))
-
-    def refused(self, problem: Problem) -> None:
-        """See :class:`spotlight.cluster.nodes.node_membership.Listener`."""
-        self._soon(self._note, f"a node is not used: {problem}")
-
-    def ray_silent(self, silent_s: float, dead_s: float) -> None:
-        """See :class:`spotlight.cluster.nodes.node_membership.Listener`."""
-        self._soon(
-            self._note,
-            f"Ray does not answer: it has not listed its nodes for {silent_s:.0f} s; after {dead_s:.0f} s "
-            "the run ends, and can be resumed",
-        )
+        self._soon(self._note, text)
 
     def ray_lost(self, why: str) -> None:
         """See :class:`spotlight.cluster.nodes.node_membership.Listener`."""
@@ -244,7 +223,7 @@ class ClusterNodes:
         placement = self.placements.get(node)
         hosts = (each for each in self.machines.values() if placement and each.ray_id == placement.ray_id)
         host = next(hosts, None)
-        return "" if host is None else await asyncio.to_thread(self.membership.log_tail, host, None, actor)
+        return "" if host is None else await asyncio.to_thread(self.membership.log_tail, host, actor)
 
     # -- the learner -----------------------------------------------------------------------------------
 

@@ -199,7 +199,7 @@ async def _drive(materials: Materials, room: AttemptRoom) -> RunResult:
             # From a signal handler, only this wakes a loop that waits.
             stop = partial(asyncio.get_running_loop().call_soon_threadsafe, head.request_stop)
             stack.enter_context(stopping_gracefully(stop, materials.observer))
-            weights = await head.parts.conversations.supervise(head.run(checkpoint))
+            weights = await head.conversations.supervise(head.run(checkpoint))
             path = room.directory.path
             if weights is None:
                 return RunResult(path, None, head.error, head.stopped)

@@ -21,10 +21,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from spotlight.cluster.billing import ClusterAccounts, changed_machines
 from spotlight.cluster.blobs.blob_store import BlobAddress
@@ -38,10 +37,9 @@ from spotlight.cluster.scaling.node_supply import NodeSupply
 from spotlight.cluster.trace_collector import TraceCollector
 from spotlight.cluster.workers.worker_pool import WorkerPool
 from spotlight.models.shared.flop_count import Compute
-from spotlight.rollout.serialization import unpack_image
 from spotlight.runtime.assembly.preview_settings import report_note, report_row
 from spotlight.runtime.observer import Observer, stop_note, tell_stop
-from spotlight.runtime.recorder import Picture, RunRecorder, shown, shown_in_step
+from spotlight.runtime.recorder import RunRecorder, shown, shown_in_step
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.controller import Controller
@@ -62,9 +60,16 @@ from spotlight.worker.interfaces import FollowLease
 from spotlight.worker.reports import RolloutSpeed
 
 
-@dataclass(frozen=True, slots=True)
-class HeadParts:
-    """What the head works with.
+@dataclass(slots=True)
+class _Effort:
+    events: int = 0
+    handling_s: float = 0.0
+    reward_wait_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Head:
+    """Drives one run to its end, or after :meth:`request_stop` to where a resume is exact.
 
     Attributes:
         attempt: the ledger's attempt number.
@@ -93,20 +98,6 @@ class HeadParts:
     traces: TraceCollector
     nodes: ClusterNodes
     supplies: Mapping[NodeKind, NodeSupply] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _Effort:
-    events: int = 0
-    handling_s: float = 0.0
-    reward_wait_s: float = 0.0
-
-
-@dataclass(slots=True)
-class Head:
-    """Drives one run to its end, or after :meth:`request_stop` to where a resume is exact."""
-
-    parts: HeadParts
     log: IterationLog = field(default_factory=IterationLog)
     error: str | None = None
     stopped: bool = False
@@ -129,222 +120,215 @@ class Head:
         Returns:
             The exported weights; None when the run failed or was stopped.
         """
-        self.parts.conversations.start(self._receive_reports())
-        self.parts.learner.begin(checkpoint)
+        self.conversations.start(self._receive_reports())
+        self.learner.begin(checkpoint)
         while not self._over:
-            if (entry := await self._next_event()) is not None:
-                self._handle(*entry)
-                await asyncio.sleep(0)  # invariant 4
-        self.parts.accounts.write(self.parts.recorder)
-        await self.parts.traces.finish()
+            await self._turn()
+        self.accounts.write(self.recorder)
+        await self.traces.finish()
         if self.error is not None or self.stopped:
             return None
-        self.parts.workers.close()  # a learner that is formed again may need their slots
-        if self.parts.nodes.spares is not None:
-            self.parts.nodes.spares.close()
-        exported = asyncio.ensure_future(self.parts.learner.export())
-        exported.add_done_callback(lambda _: self.parts.inbox.wake())
+        self.workers.close()  # a learner that is formed again may need their slots
+        if self.nodes.spares is not None:
+            self.nodes.spares.close()
+        exported = asyncio.ensure_future(self.learner.export())
+        exported.add_done_callback(lambda _: self.inbox.wake())
         try:
             while not exported.done():  # a lost learner is formed again, where the controller says
-                if (entry := await self._next_event()) is not None:
-                    self._handle(*entry)
-                    await asyncio.sleep(0)
+                await self._turn()
             return exported.result()
         finally:
             exported.cancel()
 
-    async def _next_event(self) -> tuple[ev.Event, str] | None:
-        """The oldest event, or the controller's timer; None: look again."""
-        accounts, inbox, wake_s = self.parts.accounts, self.parts.inbox, self.parts.controller.wake_s
-        due_s = accounts.write_due(self.parts.recorder)
-        now = accounts.clock()
-        if (entry := inbox.take()) is not None:
-            return entry
-        if wake_s is not None and wake_s <= now:
-            return ev.TimePassed(), ""
-        await inbox.wait((due_s if wake_s is None else min(due_s, wake_s)) - now)
-        return None
+    async def _turn(self) -> None:
+        """Handle the oldest event, or the controller's timer; else wait for one."""
+        wake_s, due_s = self.controller.wake_s, self.accounts.write_due(self.recorder)
+        now = self.accounts.clock()
+        if (entry := self.inbox.take()) is not None:
+            self._handle(*entry)
+        elif wake_s is not None and wake_s <= now:
+            self._handle(ev.TimePassed())
+        else:
+            await self.inbox.wait((due_s if wake_s is None else min(due_s, wake_s)) - now)
+            return
+        await asyncio.sleep(0)  # invariant 4
 
     def request_stop(self) -> None:
         """Stop where a resume is exact."""
-        self.parts.inbox.put(ev.StopRequested())
+        self.inbox.put(ev.StopRequested())
 
     async def _receive_reports(self) -> None:
         while True:
-            for report in await self.parts.samples.store.take():
+            for report in await self.samples.store.take():
                 if isinstance(event := report.event, RolloutSpeed):
                     work = Compute(event.tokens, event.flops)
                     self.log.worked("rollout", work, event.seconds, event.peak_flop_s)
                 else:
-                    self.parts.inbox.put(event, report.weights_digest)
+                    self.inbox.put(event, report.weights_digest)
 
-    def _handle(self, event: ev.Event, weights_digest: str) -> None:
-        parts, controller, now = self.parts, self.parts.controller, self.parts.accounts.clock()
+    def _handle(self, event: ev.Event, weights_digest: str = "") -> None:
+        controller, now = self.controller, self.accounts.clock()
         if isinstance(event, ev.LeaseCompleted) and not self._made_by_published(event, weights_digest):
             return
         if isinstance(event, ev.SamplesRewarded):
             self._log_scores(event.scores)
-        parts.incidents.observe(event)
+        self.incidents.observe(event)
         if isinstance(event, ev.NodeJoined):
-            parts.nodes.enter(event.node)
+            self.nodes.enter(event.node)
         effects = controller.handle(event, now)
-        parts.accounts.observe(event, effects, now, parts.recorder)
+        self.accounts.observe(event, effects, now, self.recorder)
         match event:
             case ev.StopRequested():
-                tell_stop(parts.observer, stop_note(controller), at_once=controller.stops_at_once)
+                tell_stop(self.observer, stop_note(controller), at_once=controller.stops_at_once)
             case ev.WeightsPulled(worker):
-                parts.workers.prove(worker)
+                self.workers.prove(worker)
             case ev.NodeLost(machine):
-                for node in parts.nodes.forget(machine):
-                    parts.workers.lose(node)
+                for node in self.nodes.forget(machine):
+                    self.workers.lose(node)
             case ev.LeaseProgressed(leader):
-                parts.workers.worked(leader)
+                self.workers.worked(leader)
             case ev.LeaseCompleted(leader, rollouts=rollouts):
-                parts.workers.worked(leader)
-                parts.samples.accept([one.id for one in ef.accepted(effects, rollouts)], weights_digest)
+                self.workers.worked(leader)
+                self.samples.accept([one.id for one in ef.accepted(effects, rollouts)], weights_digest)
                 self._show_work()
         for effect in effects:
             self._carry_out(effect)
         if not self._over and changed_machines(event, effects):
-            parts.nodes.report_standstill()
-        for node, seconds in parts.drains.finished(controller.fleet, now):
+            self.nodes.report_standstill()
+        for node, seconds in self.drains.finished(controller.fleet, now):
             self.log.add("fleet/drain_s", seconds)
-            parts.incidents.record(Incident.NODE_DRAINED, node, f"{seconds:.2f} s after it was to stop")
-            parts.observer.note(f"{node} is drained, {seconds:.2f} s after it was to stop")
+            self.incidents.record(Incident.NODE_DRAINED, node, f"{seconds:.2f} s after it was to stop")
+            self.observer.note(f"{node} is drained, {seconds:.2f} s after it was to stop")
         if self._waits_since_s is not None:
             self._effort.reward_wait_s += now - self._waits_since_s
         self._waits_since_s = now if controller.waits_for_rewards else None
         self._effort.events += 1
-        self._effort.handling_s += parts.accounts.clock() - now
+        self._effort.handling_s += self.accounts.clock() - now
 
     def _made_by_published(self, event: ev.LeaseCompleted, weights_digest: str) -> bool:
         """Whether a report was made with the published weights; kills its worker if not."""
-        expected = self.parts.learner.published.digest(event.version, self.parts.controller.cluster.lineage)
+        expected = self.learner.published.digest(event.version, self.controller.cluster.lineage)
         if expected is None or expected == weights_digest:
             return True  # not a published version: the controller rejects it
-        self.parts.observer.note(
+        self.observer.note(
             f"{event.leader} made samples of version {event.version} with weights {weights_digest[:12]}, not "
             f"with those published ({expected[:12]}): its samples are refused, its process is restarted"
         )
-        self.parts.workers.distrust(event.leader)
+        self.workers.distrust(event.leader)
         return False
 
     def _log_scores(self, scores: Mapping[RolloutId, Mapping[str, float]]) -> None:
         for rollout, curves in scores.items():
-            if (issued := self.parts.controller.work.find(rollout)) is not None:
+            if (issued := self.controller.work.find(rollout)) is not None:
                 self.log.scored(issued, curves)
 
     # -- effects ---------------------------------------------------------------------------------------
 
     def _carry_out(self, effect: ef.Effect) -> None:
-        parts, cluster = self.parts, self.parts.controller.cluster
+        cluster = self.controller.cluster
         match effect:
             case ef.WriteRecord(position, record):
-                parts.recorder.write(position, record)
+                self.recorder.write(position, record)
             case ef.StartWorker():
-                parts.workers.start(effect)
+                self.workers.start(effect)
             case ef.PullWeights(worker):
-                parts.workers.tell(worker, effect)
+                self.workers.tell(worker, effect)
             case ef.FormGroup() | ef.StopGroup():
                 self._tell_group(effect)
             case ef.GrantLease():
                 self._grant(effect)
             case ef.AbandonLease(leader):
-                parts.workers.tell(leader, effect)
+                self.workers.tell(leader, effect)
             case ef.HoldSamples():
                 pass
             case ef.ScoreSamples():
-                parts.scoring.score(effect)
+                self.scoring.score(effect)
             case ef.KeepPreview(preview, rollout, scores):
-                parts.samples.keep(preview, rollout.id)
+                self.samples.keep(preview, rollout.id)
                 self.log.scored(rollout, scores)
             case ef.DiscardSamples(rollouts):
-                parts.samples.forget(rollouts)
-                parts.conversations.start(parts.samples.drop(rollouts, parts.samples.store.puts))
+                self.samples.forget(rollouts)
+                self.conversations.start(self.samples.drop(rollouts, self.samples.store.puts))
             case ef.ReportEvaluation():
-                parts.conversations.start(self._report_evaluation(effect))
+                self.conversations.start(self._report_evaluation(effect))
             case ef.ReportExploration(_, report):
-                self._report_exploration(report)
+                self.log.put(report_row(report))
+                if said := report_note(report):
+                    self.observer.note(said)
             case ef.ReportPipeline():
-                parts.recorder.pipeline(effect)
+                self.recorder.pipeline(effect)
                 self.log.put(effect.row())
             case ef.ReportChoice():
                 self.log.put(effect.row())
             case ef.StepOptimizer():
-                kept = shown_in_step(parts.controller, parts.training_pictures_every)
-                parts.conversations.start(self._step(effect, kept))
+                kept = shown_in_step(self.controller, self.training_pictures_every)
+                self.conversations.start(self._step(effect, kept))
             case ef.PrepareBatch() | ef.TrainMicroBatch() | ef.FinishBatch():
-                parts.conversations.start(self._train(effect, *self._to_prepare(effect)))
+                self.conversations.start(self._train(effect, *self._to_prepare(effect)))
             case ef.PublishWeights(version):
-                parts.conversations.start(self._end_iteration(version, cluster.lineage))
+                self.conversations.start(self._end_iteration(version, cluster.lineage))
             case ef.CommitCheckpoint():
                 # Account for the checkpoint's contents before committing it: whenever the head is killed, the
                 # next attempt's rollback leaves both or neither.
-                parts.accounts.write(parts.recorder)
-                parts.conversations.start(self._checkpoint(effect))
+                self.accounts.write(self.recorder)
+                self.conversations.start(self._checkpoint(effect))
             case ef.RollBack(position):
                 self._roll_back(position)
             case ef.PrepareLearner(number):
-                parts.conversations.start(parts.learner.prepare_second(number))
+                self.conversations.start(self.learner.prepare_second(number))
             case ef.EndLearner(detail):
-                parts.learner.learner.end(detail)
+                self.learner.learner.end(detail)
             case ef.RestoreLearner(iteration, lineage):
-                parts.learner.restore(iteration, lineage)
+                self.learner.restore(iteration, lineage)
             case ef.AssignRoles():
                 self._assign(effect)
             case ef.PlaceLearner(ranks):
-                parts.nodes.place_learner(ranks)
+                self.nodes.place_learner(ranks)
             case ef.NodesWanted():
                 self._provide(effect)
             case ef.ReportFleet(kind, text, row):
                 self.log.put(row)
                 if text:
-                    parts.incidents.nodes_wanted(kind, text)
+                    self.incidents.nodes_wanted(kind, text)
             case ef.FinishRun(error, stopped):
                 self.error, self.stopped, self._over = error, stopped, True
 
     def _tell_group(self, effect: ef.FormGroup | ef.StopGroup) -> None:
         self._groups[effect.leader] = effect.epoch, effect.members
         for member in effect.members:
-            self.parts.workers.tell(member, effect)
+            self.workers.tell(member, effect)
 
     def _assign(self, effect: ef.AssignRoles) -> None:
         """The workers of a machine whose role changes end, or wait to be the learner."""
-        parts = self.parts
-        before = parts.nodes.assign(effect)
-        able, unfit = parts.workers.release(before)
-        if parts.nodes.spares is not None:
-            ray_id = parts.nodes.machines[effect.machine].ray_id
-            parts.nodes.spares.release(ray_id, able, unfit)
+        before = self.nodes.assign(effect)
+        able, unfit = self.workers.release(before)
+        if self.nodes.spares is not None:
+            ray_id = self.nodes.machines[effect.machine].ray_id
+            self.nodes.spares.release(ray_id, able, unfit)
             if not any(part.trains for part in effect.parts):
-                parts.learner.leave(ray_id)
+                self.learner.learner.leave(ray_id)
 
     def _provide(self, effect: ef.NodesWanted) -> None:
         before, self._ending[effect.kind] = self._ending.get(effect.kind, ()), effect.ending
         for machine in effect.ending:
             if machine not in before:
-                self.parts.incidents.node_returned(machine, effect.kind)
-        self.parts.supplies[effect.kind].want(effect.nodes, effect.ending)
-
-    def _report_exploration(self, report: Mapping[str, Any]) -> None:
-        self.log.put(report_row(report))
-        if said := report_note(report):
-            self.parts.observer.note(said)
+                self.incidents.node_returned(machine, effect.kind)
+        self.supplies[effect.kind].want(effect.nodes, effect.ending)
 
     def _roll_back(self, position: int) -> None:
-        parts, controller = self.parts, self.parts.controller
-        undone = parts.recorder.undo(position, parts.attempt, controller.iteration)
-        parts.learner.published.continue_in(controller.cluster.lineage, controller.version)
-        parts.observer.note(f"{undone} ledger records after the checkpoint are undone")
+        controller = self.controller
+        undone = self.recorder.undo(position, self.attempt, controller.iteration)
+        self.learner.published.continue_in(controller.cluster.lineage, controller.version)
+        self.observer.note(f"{undone} ledger records after the checkpoint are undone")
 
     def _grant(self, effect: ef.GrantLease) -> None:
         lease = effect.lease
-        self.parts.recorder.grant(effect)
-        self.parts.workers.tell(lease.worker, effect)
+        self.recorder.grant(effect)
+        self.workers.tell(lease.worker, effect)
         epoch, members = self._groups.get(lease.worker, (-1, ()))
         for member in members if epoch == lease.epoch else ():
             if member != lease.worker:
-                self.parts.workers.tell(member, FollowLease(lease.worker, lease.epoch, lease.id))
+                self.workers.tell(member, FollowLease(lease.worker, lease.epoch, lease.id))
 
     def _to_prepare(
         self, effect: ef.TrainEffect
@@ -353,8 +337,8 @@ class Head:
         if not isinstance(effect, ef.PrepareBatch):
             return {}, {}
         names = [name for group in effect.groups for name in group.rollouts]
-        rollouts = self.parts.controller.rollouts
-        return {name: rollouts[name] for name in names}, {n: self.parts.samples.address(n) for n in names}
+        rollouts = self.controller.rollouts
+        return {name: rollouts[name] for name in names}, {n: self.samples.address(n) for n in names}
 
     async def _train(
         self,
@@ -363,87 +347,78 @@ class Head:
         stored: Mapping[RolloutId, BlobAddress],
     ) -> None:
         if isinstance(effect, ef.TrainMicroBatch):
-            training = self.parts.controller.training
-            self.parts.observer.work(Phase.TRAINING, training.begun - 1, training.prepared)
-        ranks = self.parts.learner.ranks
-        self.parts.inbox.put(await ranks.ask(LearnerRank.train, effect, rollouts, stored))
+            training = self.controller.training
+            self.observer.work(Phase.TRAINING, training.begun - 1, training.prepared)
+        ranks = self.learner.ranks
+        self.inbox.put(await ranks.ask(LearnerRank.train, effect, rollouts, stored))
 
     async def _step(self, effect: ef.StepOptimizer, kept: Mapping[Rollout, Mapping[str, float]]) -> None:
-        parts = self.parts
-        stored = parts.samples.by_digest([*kept])
+        stored = self.samples.by_digest([*kept])
         # Pictures are fetched beside the step: its answer has their samples discarded.
         answer, pictures = await asyncio.gather(
-            parts.learner.ranks.ask(LearnerRank.train, effect, {}, {}), self._fetched(stored)
+            self.learner.ranks.ask(LearnerRank.train, effect, {}, {}), self.samples.pictures(stored)
         )
         if kept:
-            parts.recorder.training(effect.iteration, kept, pictures)
-        parts.inbox.put(answer)
-
-    async def _fetched(self, made_with: Mapping[str, Sequence[Rollout]]) -> dict[RolloutId, Picture]:
-        pictures: dict[RolloutId, Picture] = {}
-        for digest, part in made_with.items():
-            stored = await self.parts.samples.images(part, digest)
-            pictures |= {name: unpack_image(blob.data) for name, blob in stored.items()}
-        return pictures
+            self.recorder.training(effect.iteration, kept, pictures)
+        self.inbox.put(answer)
 
     async def _report_evaluation(self, effect: ef.ReportEvaluation) -> None:
-        parts, controller = self.parts, self.parts.controller
-        grid = shown(effect.issued, *parts.grid)
+        controller = self.controller
+        grid = shown(effect.issued, *self.grid)
         chosen = [rollout for rollout in grid if rollout.id in effect.scores]
-        pictures = await self._fetched(parts.samples.by_digest(chosen))
+        pictures = await self.samples.pictures(self.samples.by_digest(chosen))
         if effect.lineage != controller.cluster.lineage:
             return
-        parts.accounts.write(parts.recorder)
+        self.accounts.write(self.recorder)
         found = {rollout: pictures.get(rollout.id) for rollout in grid}
-        row = parts.recorder.evaluation(effect, controller.ledger.trained, found)
-        parts.observer.evaluated(effect.iteration, row)
-        parts.inbox.put(ev.EvaluationReported(effect.iteration, effect.lineage))
+        row = self.recorder.evaluation(effect, controller.ledger.trained, found)
+        self.observer.evaluated(effect.iteration, row)
+        self.inbox.put(ev.EvaluationReported(effect.iteration, effect.lineage))
 
     async def _end_iteration(self, version: PolicyVersion, lineage: int) -> None:
-        self._write_row(await self.parts.learner.ranks.ask(LearnerRank.take_log))
-        await self.parts.traces.collect()
-        await self.parts.learner.publish(version, lineage)
+        self._write_row(await self.learner.ranks.ask(LearnerRank.take_log))
+        await self.traces.collect()
+        await self.learner.publish(version, lineage)
 
     def _write_row(self, trained: Mapping[str, float]) -> None:
-        parts, controller = self.parts, self.parts.controller
-        parts.accounts.write(parts.recorder)
-        seconds = parts.accounts.take_seconds()
-        if NodeKind.SPOT in parts.supplies:
+        controller = self.controller
+        self.accounts.write(self.recorder)
+        seconds = self.accounts.take_seconds()
+        if NodeKind.SPOT in self.supplies:
             work_s = sum(seconds.get(phase, 0.0) for phase in (Phase.ROLLOUT, Phase.EVALUATION))
-            ledger = parts.recorder.ledger
+            ledger = self.recorder.ledger
             run_s = time.time() - ledger.began_at()
             # At once, since what is forecast belongs into the iteration's row.
-            self._handle(ev.IterationBilled(controller.iteration, work_s, ledger.cost_usd(), run_s), "")
+            self._handle(ev.IterationBilled(controller.iteration, work_s, ledger.cost_usd(), run_s))
         row = self.log.take(controller.iteration) | dict(trained)
         row |= {f"seconds/{phase.value}": spent for phase, spent in seconds.items()}
         row |= {
             "head/events": float(self._effort.events),
             "head/handling_s": self._effort.handling_s,
             "rewards/wait_s": self._effort.reward_wait_s,
-            "fleet/workers": float(len(parts.workers.alive)),
+            "fleet/workers": float(len(self.workers.alive)),
             "fleet/nodes": float(len(controller.cluster.hosts)),
         }
         row |= {f"recovery/{name.value}": float(n) for name, n in controller.cluster.recoveries.items()}
         self._effort = _Effort()
-        parts.recorder.iteration(controller.iteration, controller.ledger.trained, row)
-        parts.observer.iterated(controller.iteration, row)
+        self.recorder.iteration(controller.iteration, controller.ledger.trained, row)
+        self.observer.iterated(controller.iteration, row)
 
     async def _checkpoint(self, effect: ef.CommitCheckpoint) -> None:
-        parts = self.parts
-        behind = parts.controller.plan.cluster.learner_moves
+        behind = self.controller.plan.cluster.learner_moves
         # Drop values of late reports before new rollouts are issued.
         if behind:
-            await parts.samples.sweep(parts.controller.work.names)
-        await parts.learner.save(parts.recorder.committing(effect))
-        parts.recorder.committed(effect)
-        parts.accounts.write(parts.recorder)
+            await self.samples.sweep(self.controller.work.names)
+        await self.learner.save(self.recorder.committing(effect))
+        self.recorder.committed(effect)
+        self.accounts.write(self.recorder)
         if not behind:
-            await parts.samples.sweep(parts.controller.work.names)
-        parts.inbox.put(ev.CheckpointCommitted(effect.iteration))
-        parts.learner.settle()
+            await self.samples.sweep(self.controller.work.names)
+        self.inbox.put(ev.CheckpointCommitted(effect.iteration))
+        self.learner.settle()
 
     def _show_work(self) -> None:
-        controller, observer = self.parts.controller, self.parts.observer
+        controller, observer = self.controller, self.observer
         for purpose, phase in (
             (Purpose.TRAIN, Phase.ROLLOUT),
             (Purpose.EVAL, Phase.EVALUATION),

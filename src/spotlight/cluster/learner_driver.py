@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from spotlight.cluster.blobs.blob_client import BlobClient
 from spotlight.cluster.learner.learner_group import LearnerGroup
@@ -62,23 +62,13 @@ class PublishedVersions:
             self._digests[version, lineage] = self._digests[known]
 
 
-class Places(Protocol):
-    """Where a learner on spot nodes is."""
-
-    def started(self) -> Mapping[NodeId, int]:
-        """Its processes are up; returns the ranks by machine."""
-
-    def leave(self, ray_id: str) -> None:
-        """A machine is for something else: a second learner does not start there."""
-
-
 @dataclass(slots=True)
 class LearnerDriver:
     """The learner, as the head uses it. Head's event loop only.
 
     Attributes:
-        places: None if the learner does not move.
         prompts: all the run can use; their embeddings are stored when it begins.
+        placed: called once the processes of a learner that moves are up; returns its ranks by machine.
     """
 
     controller: Controller
@@ -89,7 +79,7 @@ class LearnerDriver:
     prompts: tuple[PromptId, ...]
     put_event: Callable[[ev.Event], None]
     note: Notify
-    places: Places | None = None
+    placed: Callable[[], Mapping[NodeId, int]] | None = None
     _start_from: Path | None = None
     _begun: bool = False
     _exporting: bool = False
@@ -120,8 +110,8 @@ class LearnerDriver:
 
     async def _restore(self, checkpoint: Path | None, lineage: int) -> WeightsManifest:
         manifest = await self.learner.restore(checkpoint, lineage)
-        if self.places is not None:
-            ranks = self.places.started()
+        if self.placed is not None:
+            ranks = self.placed()
             self._ranks = sum(ranks.values())
             self.put_event(ev.LearnerStarted(ranks))
         self.conversations.start(self._await_loss())
@@ -200,11 +190,6 @@ class LearnerDriver:
             self.put_event(ev.LearnerPrepared(number, formed=False))
         else:
             self.put_event(ev.LearnerPrepared(number))
-
-    def leave(self, ray_id: str) -> None:
-        """A machine is for something else than the learner."""
-        if self.places is not None:
-            self.places.leave(ray_id)
 
     async def export(self) -> Path:
         """Export the judged weights into the run directory, after the run; restores a lost learner first."""

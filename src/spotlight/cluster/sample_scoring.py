@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from spotlight.cluster.blobs.blob_client import BlobClient
-from spotlight.cluster.blobs.blob_store import BlobAddress, StoredBlob
+from spotlight.cluster.blobs.blob_store import BlobAddress
 from spotlight.cluster.remote_calls import Conversations, Notify
 from spotlight.rollout.serialization import unpack_image
 from spotlight.runtime.observer import NotScored
+from spotlight.runtime.recorder import Picture
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.effects import ScoreSamples
 from spotlight.scheduler.types import DropReason, Rollout, RolloutId, group_of
@@ -58,11 +59,14 @@ class AcceptedSamples:
             grouped.setdefault(self.digests[rollout.id], []).append(rollout)
         return grouped
 
-    async def images(self, rollouts: Sequence[Rollout], digest: str) -> dict[RolloutId, StoredBlob]:
-        """Packed images made with weights ``digest``; missing ones are left out."""
-        names = [self.previews.get(rollout.id, rollout.id) for rollout in rollouts]
-        stored = await self.store.fetch("image", names, digest)
-        return {rollout.id: blob for rollout, blob in zip(rollouts, stored, strict=True) if blob is not None}
+    async def pictures(self, made_with: Mapping[str, Sequence[Rollout]]) -> dict[RolloutId, Picture]:
+        """Of rollouts as :meth:`by_digest` groups them; missing ones are left out."""
+        found: dict[RolloutId, Picture] = {}
+        for digest, rollouts in made_with.items():
+            names = [self.previews.get(rollout.id, rollout.id) for rollout in rollouts]
+            stored = zip(rollouts, await self.store.fetch("image", names, digest), strict=True)
+            found |= {rollout.id: unpack_image(blob.data) for rollout, blob in stored if blob is not None}
+        return found
 
     def forget(self, rollouts: Sequence[RolloutId]) -> None:
         """Remove discarded samples."""
@@ -110,9 +114,7 @@ class SampleScoring:
     async def _score(
         self, rollouts: Sequence[Rollout], lineage: int, group: SampleGroup | None = None
     ) -> None:
-        pictures: dict[RolloutId, StoredBlob] = {}
-        for digest, part in self.samples.by_digest(rollouts).items():
-            pictures |= await self.samples.images(part, digest)
+        pictures = await self.samples.pictures(self.samples.by_digest(rollouts))
         # A discarded sample needs no scores. For any other the controller would wait forever.
         lost = [each.id for each in rollouts if each.id not in pictures and each.id in self.samples.digests]
         if lost:
@@ -124,7 +126,7 @@ class SampleScoring:
             return
         prompts = [self.prompts[rollout.prompt_id] for rollout in rollouts]
         submitted = self.pool.submit_each(
-            [unpack_image(pictures[rollout.id].data) for rollout in rollouts],
+            [pictures[rollout.id] for rollout in rollouts],
             [prompt.text for prompt in prompts],
             [prompt.metadata for prompt in prompts],
             None if group is None else [group] * len(rollouts),

@@ -27,7 +27,7 @@ from spotlight.models.family import ModelFamily
 from spotlight.models.shared.quantised import Quantize
 from spotlight.models.shared.transformer_files import weight_sources
 from spotlight.models.slots import Slot, WeightSlots
-from spotlight.rollout.state import FailedRollout, FinishedRollout, Recipe
+from spotlight.rollout.state import FailedRollout, FinishedRollout
 from spotlight.runtime.assembly import components as build
 from spotlight.runtime.observer import Observer
 from spotlight.runtime.process import prepare_process
@@ -306,7 +306,7 @@ class TrainedRun:
         guidance: float | None,
         observer: Observer,
     ) -> Iterator[list[FinishedRollout | FailedRollout]]:
-        recipe: Recipe = build.make_recipes(self.config, build.make_algorithm(self.config)).evaluate
+        recipe = build.make_recipes(self.config, build.make_algorithm(self.config))[Purpose.EVAL]
         if guidance is not None:
             self._family.check_guidance(self._family.files, guidance, "guidance")
             recipe = dataclasses.replace(recipe, guidance_scale=guidance)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -27,9 +27,8 @@ from torch import nn
 from spotlight.models.slots import Slot, WeightSlots
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.reward_gradients import with_gradient
-from spotlight.rollout.state import FailedRollout, FinishedRollout
+from spotlight.rollout.state import FailedRollout, FinishedRollout, Recipe
 from spotlight.rollout.stored_pictures import StoredPictures
-from spotlight.runtime.assembly.components import Recipes
 from spotlight.runtime.assembly.preview_settings import report_note, report_row
 from spotlight.runtime.clock import PhaseClock
 from spotlight.runtime.main_turn import MainTurn
@@ -90,7 +89,7 @@ class Denoiser:
     engine: Engine
     slots: WeightSlots
     conditions: Conditions
-    recipes: Recipes
+    recipes: Mapping[Purpose, Recipe]
     train_slot: Slot
     evaluation_slot: Slot
     around: Callable[[nn.Module], AbstractContextManager[object]] = nullcontext
@@ -108,7 +107,7 @@ class Denoiser:
             around: a context for each step.
         """
         evaluating = rollouts[0].purpose is Purpose.EVAL
-        recipe = self.recipes.by_purpose()[rollouts[0].purpose]
+        recipe = self.recipes[rollouts[0].purpose]
         if self.stored is not None and not evaluating:
             return [*self.stored.samples(rollouts, recipe)]
         conditions = self.conditions.of(rollout.prompt_id for rollout in rollouts)
@@ -124,9 +123,21 @@ class Denoiser:
         return self.engine.finish(states)
 
 
-@dataclass(frozen=True, slots=True)
-class InlineParts:
-    """What the driver works with.
+class _LeaseGivenUp(Exception):  # noqa: N818 - no error: the run was asked to stop
+    """Leaves a lease between two of its steps."""
+
+
+@dataclass(slots=True)
+class _Scoring:
+    rollouts: tuple[Rollout, ...]
+    mine: tuple[RolloutId, ...]
+    future: Future[RewardBatch]
+    lineage: int
+
+
+@dataclass(slots=True)
+class InlineDriver:
+    """Drives one run to its end, or after ``request_stop`` to where a resume is exact.
 
     Attributes:
         turn: around what the recorder writes into the ledger.
@@ -151,25 +162,6 @@ class InlineParts:
     training_pictures_every: int
     deal_size: int | None = None
     around: Callable[[Phase], AbstractContextManager[object]] = nullcontext
-
-
-class _LeaseGivenUp(Exception):  # noqa: N818 - no error: the run was asked to stop
-    """Leaves a lease between two of its steps."""
-
-
-@dataclass(slots=True)
-class _Scoring:
-    rollouts: tuple[Rollout, ...]
-    mine: tuple[RolloutId, ...]
-    future: Future[RewardBatch]
-    lineage: int
-
-
-@dataclass(slots=True)
-class InlineDriver:
-    """Drives one run to its end, or after ``request_stop`` to where a resume is exact."""
-
-    parts: InlineParts
     _events: deque[ev.Event] = field(default_factory=deque)
     _samples: dict[RolloutId, FinishedRollout] = field(default_factory=dict)
     _unsubmitted: list[Rollout] = field(default_factory=list)
@@ -191,10 +183,10 @@ class InlineDriver:
         self._events.extend([ev.RunStarted(), ev.NodeJoined(NODE)])
         while self._finish is None:
             event = self._next_event()
-            effects = self.parts.controller.handle(event, self.parts.clock.elapsed_s)
+            effects = self.controller.handle(event, self.clock.elapsed_s)
             if isinstance(event, ev.StopRequested):
-                controller = self.parts.controller
-                tell_stop(self.parts.observer, stop_note(controller), at_once=controller.stops_at_once)
+                controller = self.controller
+                tell_stop(self.observer, stop_note(controller), at_once=controller.stops_at_once)
             if isinstance(event, ev.GroupPulled) and not any(isinstance(e, ef.GrantLease) for e in effects):
                 raise RuntimeError("rollouts are outstanding, but the only worker was granted none")
             for effect in effects:
@@ -218,27 +210,27 @@ class InlineDriver:
         if self._events:
             return self._events.popleft()
         self._submit()
-        if self.parts.controller.queue.outstanding and not self._stopping_failure():
+        if self.controller.queue.outstanding and not self._stopping_failure():
             return self._pull()
         if self._scoring:
             if self._scored(self._scoring[0]):
                 self._collect(self._scoring.popleft())
             return self._next_event()
-        raise RuntimeError(f"nothing left to do in {self.parts.controller.stage}, but the run is not over")
+        raise RuntimeError(f"nothing left to do in {self.controller.stage}, but the run is not over")
 
     def _agree_to_stop(self) -> bool:
         """Whether any rank was asked to stop, which is first said to the controller; collective."""
-        if not self._stopping and any(self.parts.ranks.share(self._stop_requested)):
+        if not self._stopping and any(self.ranks.share(self._stop_requested)):
             self._stopping = True
             self._events.appendleft(ev.StopRequested())
         return self._stopping
 
     def _scored(self, scoring: _Scoring) -> bool:
         """Wait until all ranks have their scores; False: until one was asked to stop. Collective."""
-        with self.parts.clock.phase(Phase.REWARD):
+        with self.clock.phase(Phase.REWARD):
             while not self._stopping:
                 wait([scoring.future], timeout=_LOOK_S)
-                if all(self.parts.ranks.share(scoring.future.done())):
+                if all(self.ranks.share(scoring.future.done())):
                     break
                 if self._agree_to_stop():
                     return False
@@ -247,7 +239,7 @@ class InlineDriver:
     def _pull(self) -> ev.GroupPulled:
         assert self._group is not None, "the worker's handshake is done before anything else"
         return ev.GroupPulled(
-            self._group.leader, self._group.epoch, self.parts.lease_size, seen=self._seen or LeaseId(0)
+            self._group.leader, self._group.epoch, self.lease_size, seen=self._seen or LeaseId(0)
         )
 
     # -- effects ---------------------------------------------------------------------------------------
@@ -255,7 +247,7 @@ class InlineDriver:
     def _carry_out(self, effect: ef.Effect) -> None:
         match effect:
             case ef.WriteRecord(position, record):
-                self.parts.recorder.write(position, record)
+                self.recorder.write(position, record)
             case ef.StartWorker(worker, _, _, epoch):
                 self._events.append(ev.WorkerStarted(worker, epoch))
             case ef.PullWeights(worker, epoch, version, lineage):
@@ -265,7 +257,7 @@ class InlineDriver:
                 self._group = effect
                 self._events.append(ev.GroupFormed(leader, epoch))
             case ef.GrantLease(lease, rollouts):
-                self.parts.recorder.grant(effect)
+                self.recorder.grant(effect)
                 self._denoise(lease, rollouts)
             case ef.HoldSamples():
                 pass
@@ -278,22 +270,22 @@ class InlineDriver:
             case ef.KeepPreview(preview, kept, scores):
                 if (sample := self._samples.pop(preview, None)) is not None:
                     self._samples[kept.id] = replace(sample, rollout=kept)
-                self.parts.feed.learner.log.scored(kept, scores)
+                self.feed.learner.log.scored(kept, scores)
             case ef.DiscardSamples(rollouts):
                 for rollout in rollouts:
                     self._samples.pop(rollout, None)
             case ef.ReportEvaluation():
                 self._report(effect)
             case ef.ReportExploration(_, report):
-                self.parts.feed.learner.log.put(report_row(report))
+                self.feed.learner.log.put(report_row(report))
                 if note := report_note(report):
-                    self.parts.observer.note(note)
+                    self.observer.note(note)
             case ef.ReportPipeline():
-                with self.parts.turn.take():
-                    self.parts.recorder.pipeline(effect)
-                self.parts.feed.learner.log.put(effect.row())
+                with self.turn.take():
+                    self.recorder.pipeline(effect)
+                self.feed.learner.log.put(effect.row())
             case ef.ReportChoice():
-                self.parts.feed.learner.log.put(effect.row())
+                self.feed.learner.log.put(effect.row())
             case ef.PrepareBatch() | ef.TrainMicroBatch() | ef.StepOptimizer() | ef.FinishBatch():
                 self._train(effect)
             case ef.PublishWeights(version):
@@ -313,17 +305,16 @@ class InlineDriver:
                 assert_never(effect)
 
     def _denoise(self, lease: Lease, rollouts: Sequence[Rollout]) -> None:
-        parts = self.parts
         self._submit()
         self._require_current(rollouts)
         phase = PHASE_OF[rollouts[0].purpose]
-        mine, copies = even_shares(rollouts, parts.ranks.rank, parts.ranks.world, parts.deal_size)
+        mine, copies = even_shares(rollouts, self.ranks.rank, self.ranks.world, self.deal_size)
         work = [*mine, *copies]
         began = time.perf_counter()
-        with parts.clock.phase(phase):
-            around = partial(parts.around, phase)
+        with self.clock.phase(phase):
+            around = partial(self.around, phase)
             try:
-                results = parts.denoiser.run(work, self._progress(phase, rollouts), around)
+                results = self.denoiser.run(work, self._progress(phase, rollouts), around)
             except _LeaseGivenUp:
                 return
         self._measure(phase, time.perf_counter() - began)
@@ -334,7 +325,7 @@ class InlineDriver:
                 failures[result.rollout.id] = result.reason
             else:
                 self._samples[result.rollout.id] = result
-        for shared in parts.ranks.share(failures):
+        for shared in self.ranks.share(failures):
             failures |= shared
         self._seen = lease.id
         holder = lease.worker, lease.id, lease.epoch
@@ -345,14 +336,14 @@ class InlineDriver:
                 self._events.append(ev.RolloutFailed(*holder, rollout.id, failures[rollout.id]))
 
     def _measure(self, phase: Phase, seconds: float) -> None:
-        engine = self.parts.denoiser.engine
+        engine = self.denoiser.engine
         if phase is Phase.ROLLOUT:
-            self.parts.feed.learner.log.worked("rollout", engine.take_work(), seconds, engine.peak_flop_s)
+            self.feed.learner.log.worked("rollout", engine.take_work(), seconds, engine.peak_flop_s)
         engine.forwards.clear()
 
     def _require_current(self, rollouts: Sequence[Rollout]) -> None:
         """Engine and learner share one module, so only its current version can generate samples."""
-        held = self.parts.feed.learner.steps
+        held = self.feed.learner.steps
         for rollout in rollouts:
             if rollout.version != held:
                 raise RuntimeError(
@@ -361,14 +352,14 @@ class InlineDriver:
                 )
 
     def _progress(self, phase: Phase, rollouts: Sequence[Rollout]) -> Callable[[float], None]:
-        left = self.parts.controller.queue.outstanding_for(rollouts[0].purpose)
+        left = self.controller.queue.outstanding_for(rollouts[0].purpose)
         before, total = self._denoised[phase], self._denoised[phase] + left
         self._denoised[phase] = before + len(rollouts) if left > len(rollouts) else 0
 
         def report(share: float) -> None:
-            self.parts.observer.work(phase, before + share * len(rollouts), total)
+            self.observer.work(phase, before + share * len(rollouts), total)
             # Several ranks would have to agree at every step.
-            if self._stop_requested and self.parts.ranks.world == 1 and self.parts.controller.stops_at_once:
+            if self._stop_requested and self.ranks.world == 1 and self.controller.stops_at_once:
                 raise _LeaseGivenUp
 
         return report
@@ -381,12 +372,12 @@ class InlineDriver:
         rollouts, self._unsubmitted = tuple(self._unsubmitted), []
         images = {each.id: self._samples[each.id].image for each in rollouts if each.id in self._samples}
         groups = {each.id: self._groups.pop(each.id) for each in rollouts} if self._groups else {}
-        if groups and self.parts.ranks.world > 1:
-            images = whole_groups(images, groups, self.parts.ranks, self._group_turn)
+        if groups and self.ranks.world > 1:
+            images = whole_groups(images, groups, self.ranks, self._group_turn)
             self._group_turn += len({*groups.values()})
         mine = tuple(rollout for rollout in rollouts if rollout.id in images)
-        prompts = [self.parts.controller.prompts[rollout.prompt_id] for rollout in mine]
-        future = self.parts.rewards.submit(
+        prompts = [self.controller.prompts[rollout.prompt_id] for rollout in mine]
+        future = self.rewards.submit(
             [images[rollout.id] for rollout in mine],
             [prompt.text for prompt in prompts],
             [prompt.metadata for prompt in prompts],
@@ -397,14 +388,14 @@ class InlineDriver:
         self._scoring.append(_Scoring(rollouts, names, future, self._lineage))
 
     def _differentiates(self, rollouts: Sequence[Rollout]) -> bool:
-        needed = self.parts.feed.learner.algorithm.config.needs_gradients
+        needed = self.feed.learner.algorithm.config.needs_gradients
         return needed and any(rollout.purpose is Purpose.TRAIN for rollout in rollouts)
 
     def _differentiate(self, scoring: _Scoring, batch: RewardBatch) -> None:
         """Give samples the gradient of their reward, from pixels through the VAE to the latents."""
         if not self._differentiates(scoring.rollouts):
             return
-        family, size = self.parts.feed.learner.family, self.parts.denoiser.recipes.train.size
+        family, size = self.feed.learner.family, self.denoiser.recipes[Purpose.TRAIN].size
         for name, result in zip(scoring.mine, batch.samples, strict=True):
             if isinstance(result, ScoredSample) and name in self._samples:
                 self._samples[name] = with_gradient(family, self._samples[name], result.gradient, size)
@@ -414,12 +405,12 @@ class InlineDriver:
 
         Other scores wait for their turn, so that arrival times leave no trace.
         """
-        if not self._scoring or self.parts.controller.plan.max_drop_share is not None:
+        if not self._scoring or self.controller.plan.max_drop_share is not None:
             return False
-        return any(self.parts.ranks.share(any(map(_will_stop, self._scoring))))
+        return any(self.ranks.share(any(map(_will_stop, self._scoring))))
 
     def _collect(self, scoring: _Scoring) -> None:
-        with self.parts.clock.phase(Phase.REWARD):
+        with self.clock.phase(Phase.REWARD):
             batch = scoring.future.result()
             self._differentiate(scoring, batch)
         results: dict[str, dict[str, float] | list[str]] = {
@@ -428,62 +419,62 @@ class InlineDriver:
             else [DropReason(f"reward_{result.kind}").value, f"{result.reward}: {result.message}"]
             for rollout, result in zip(scoring.mine, batch.samples, strict=True)
         }
-        for shared in self.parts.ranks.share(results):
+        for shared in self.ranks.share(results):
             results |= shared
         failed = NotScored()
         for rollout in scoring.rollouts:
             scores = results[rollout.id]
             if isinstance(scores, dict):
                 self._events.append(ev.SamplesRewarded({rollout.id: scores}, scoring.lineage))
-                self.parts.feed.learner.log.scored(rollout, scores)
+                self.feed.learner.log.scored(rollout, scores)
             else:
                 reason, detail = scores
                 failed.add(rollout.id, f"{reason}: {detail}")
                 self._events.append(ev.RewardFailed(rollout.id, DropReason(reason), detail, scoring.lineage))
 
-        failed.tell(self.parts.observer.note)
+        failed.tell(self.observer.note)
 
     # -- evaluation and training -----------------------------------------------------------------------
 
     def _report(self, effect: ef.ReportEvaluation) -> None:
         self._account()
-        with self.parts.clock.phase(Phase.EVALUATION):
-            trained = self.parts.controller.ledger.trained
-            grid = shown(effect.issued, *self.parts.grid)
+        with self.clock.phase(Phase.EVALUATION):
+            trained = self.controller.ledger.trained
+            grid = shown(effect.issued, *self.grid)
             there = self._shown(each.id for each in grid if each.id in effect.scores)
             pictures = {each: there.get(each.id) for each in grid}
-            row = self.parts.recorder.evaluation(effect, trained, pictures)
-        self.parts.observer.evaluated(effect.iteration, row)
+            row = self.recorder.evaluation(effect, trained, pictures)
+        self.observer.evaluated(effect.iteration, row)
         self._events.append(ev.EvaluationReported(effect.iteration, effect.lineage))
 
     def _shown(self, samples: Iterable[RolloutId]) -> dict[RolloutId, Picture]:
         """Pictures of samples that are on any rank; collective."""
         mine = {each: self._samples[each].image for each in samples if each in self._samples}
-        return everyones(mine, self.parts.ranks)
+        return everyones(mine, self.ranks)
 
     def _train(
         self, effect: ef.PrepareBatch | ef.TrainMicroBatch | ef.StepOptimizer | ef.FinishBatch
     ) -> None:
-        feed, learner = self.parts.feed, self.parts.feed.learner
-        with self.parts.clock.phase(Phase.TRAINING):
+        feed, learner = self.feed, self.feed.learner
+        with self.clock.phase(Phase.TRAINING):
             match effect:
                 case ef.PrepareBatch(iteration):
                     tensors = {name: sample.tensors for name, sample in self._samples.items()}
-                    feed.prepare(effect, self.parts.controller.rollouts, tensors)
+                    feed.prepare(effect, self.controller.rollouts, tensors)
                     self._to_train += [micro_batch.update for micro_batch in effect.micro_batches]
                     self._events.append(ev.BatchPrepared(iteration))
                 case ef.TrainMicroBatch(micro_batch, index):
-                    with self.parts.around(Phase.TRAINING):
+                    with self.around(Phase.TRAINING):
                         learner.accumulate(micro_batch.rollouts, micro_batch.update_samples)
                     done = sum(update < micro_batch.update for update in self._to_train) + index + 1
-                    self.parts.observer.work(Phase.TRAINING, done, len(self._to_train))
+                    self.observer.work(Phase.TRAINING, done, len(self._to_train))
                     self._events.append(
                         ev.MicroBatchTrained(micro_batch.iteration, micro_batch.update, index)
                     )
                 case ef.StepOptimizer(iteration, update, samples, zeros):
-                    if kept := shown_in_step(self.parts.controller, self.parts.training_pictures_every):
+                    if kept := shown_in_step(self.controller, self.training_pictures_every):
                         pictures = self._shown(rollout.id for rollout in kept)
-                        self.parts.recorder.training(iteration, kept, pictures)
+                        self.recorder.training(iteration, kept, pictures)
                     report = learner.step(samples, zeros)
                     self._events.append(
                         ev.OptimizerStepped(iteration, update, report.sums.loss, report.grad_norm)
@@ -496,29 +487,29 @@ class InlineDriver:
     # -- the end of an iteration -----------------------------------------------------------------------
 
     def _iteration_done(self) -> None:
-        controller = self.parts.controller
-        row = self.parts.feed.learner.log.take()
+        controller = self.controller
+        row = self.feed.learner.log.take()
         self._account()
         row |= {f"seconds/{phase.value}": spent for phase, spent in self._spent.items()}
         row["rewards/wait_s"] = self._spent[Phase.REWARD]
         self._spent.clear()
-        self.parts.recorder.iteration(controller.iteration, controller.ledger.trained, row)
-        self.parts.observer.iterated(controller.iteration, row)
+        self.recorder.iteration(controller.iteration, controller.ledger.trained, row)
+        self.observer.iterated(controller.iteration, row)
 
     def _checkpoint(self, effect: ef.CommitCheckpoint) -> None:
         # Billed right before and right after, so that a resume from here finds exactly the lost seconds.
         self._account()
-        with self.parts.clock.phase(Phase.CHECKPOINT):
-            self.parts.recorder.checkpoint(effect, self.parts.feed.learner)
-            with self.parts.turn.take():
-                self.parts.recorder.committed(effect)
+        with self.clock.phase(Phase.CHECKPOINT):
+            self.recorder.checkpoint(effect, self.feed.learner)
+            with self.turn.take():
+                self.recorder.committed(effect)
         self._account()
         self._events.append(ev.CheckpointCommitted(effect.iteration))
 
     def _account(self) -> None:
-        seconds = self.parts.clock.take()
-        with self.parts.turn.take():
-            self.parts.recorder.spend(seconds)
+        seconds = self.clock.take()
+        with self.turn.take():
+            self.recorder.spend(seconds)
         self._spent.update(seconds)
         self._events.extend(ev.GpuTimeSpent(WORKER, phase, spent) for phase, spent in seconds.items())
 

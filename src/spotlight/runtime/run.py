@@ -26,7 +26,7 @@ from spotlight.runtime.attempt import RunResult as RunResult
 from spotlight.runtime.attempt import open_attempt
 from spotlight.runtime.clock import PhaseClock
 from spotlight.runtime.conclusion import conclude_run, export_judged
-from spotlight.runtime.inline import Denoiser, InlineDriver, InlineParts
+from spotlight.runtime.inline import Denoiser, InlineDriver
 from spotlight.runtime.main_turn import MainTurn
 from spotlight.runtime.observer import Observer
 from spotlight.runtime.preflight import finished_note, finished_summary, require_disk, require_startable
@@ -177,22 +177,20 @@ def _drive(
     )
     materials.rewards.tell(observer.note)
     driver = InlineDriver(
-        InlineParts(
-            controller=controller,
-            denoiser=materials.denoiser,
-            feed=materials.learning.feed,
-            rewards=materials.rewards,
-            recorder=recorder,
-            clock=clock,
-            observer=observer,
-            ranks=ranks,
-            turn=materials.turn,
-            lease_size=config.rollout.batch_size * ranks.world,
-            deal_size=_deal_size(config),
-            grid=config.evaluation.grid,
-            training_pictures_every=config.metrics.training_pictures_every,
-            around=materials.around,
-        )
+        controller=controller,
+        denoiser=materials.denoiser,
+        feed=materials.learning.feed,
+        rewards=materials.rewards,
+        recorder=recorder,
+        clock=clock,
+        observer=observer,
+        ranks=ranks,
+        turn=materials.turn,
+        lease_size=config.rollout.batch_size * ranks.world,
+        deal_size=_deal_size(config),
+        grid=config.evaluation.grid,
+        training_pictures_every=config.metrics.training_pictures_every,
+        around=materials.around,
     )
     clock.ready()
     with stopping_gracefully(driver.request_stop, observer):

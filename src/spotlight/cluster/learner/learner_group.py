@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -59,6 +59,9 @@ class Launcher(Protocol):
 
     def meeting_hosts(self, ranks: Sequence[RankHandle]) -> list[str]:
         """For each process, the address at which the others reach its machine."""
+
+    def nodes_of(self, life: int) -> Mapping[str, int]:
+        """Ray ids of the nodes on which a life was started, with the number of ranks; empty: nowhere yet."""
 
 
 class LearnerGroup:
@@ -99,11 +102,6 @@ class LearnerGroup:
         assert self._life is not None, "restore() comes first"
         return self._life.number
 
-    @property
-    def second_life(self) -> int | None:
-        """Number of the second learner's life, while there is one."""
-        return None if self._second is None else self._second[0].number
-
     # -- lives -----------------------------------------------------------------------------------------
 
     async def restore(self, checkpoint: Path | None, lineage: int) -> WeightsManifest:
@@ -133,12 +131,13 @@ class LearnerGroup:
                     return await self._load(self._life, checkpoint, lineage)
                 except START_FAILED:
                     await self._bury(second[0])
-            life = self._begin_life()
+            life = self._life = self._new_life()
             # Negative, hence no pause, for the first restart.
             urgent = self._failures.lost - 2 if attempt == 0 else attempt - 1
             try:
                 await self._pause(life, self._deadlines.pause_before_s(urgent))
-                return await self._start(life, checkpoint, lineage)
+                await self._form(life)
+                return await self._load(life, checkpoint, lineage)
             except START_FAILED:
                 detail = await self._bury(life)
             if attempt == 0:
@@ -169,8 +168,7 @@ class LearnerGroup:
         Raises AbandonedError: they do not start, or are not needed any more.
         """
         await self._drop_second()
-        self._lives += 1
-        life = Life(self._lives, self._limits)
+        life = self._new_life()
         beside = self._life.number if self.is_up and self._life is not None else None
         forming = asyncio.ensure_future(self._form(life, beside))
         self._second = life, forming
@@ -190,10 +188,13 @@ class LearnerGroup:
         self._watches.add(watch)
         watch.add_done_callback(self._watches.discard)
 
-    def end_second(self, detail: str) -> None:
-        """End the second learner, if there is one; its processes hold nothing any more soon after."""
-        if self._second is not None:
-            self._second[0].end(End(detail))
+    def leave(self, node: str) -> None:
+        """A node is for something else: a second learner there would keep workers from starting, so it ends.
+
+        Its processes hold nothing any more soon after.
+        """
+        if self._second is not None and node in self._launcher.nodes_of(self._second[0].number):
+            self._second[0].end(End("its nodes are for something else"))
 
     async def _watch_second(self, life: Life, forming: asyncio.Task[None]) -> None:
         """End the other processes of one that loses any while it waits to be taken."""
@@ -218,20 +219,15 @@ class LearnerGroup:
             life.end(End("it was stopped"))
             await self._launcher.end(life.ranks, ())
 
-    def _begin_life(self) -> Life:
+    def _new_life(self) -> Life:
         self._lives += 1
-        self._life = Life(self._lives, self._limits)
-        return self._life
+        return Life(self._lives, self._limits)
 
     async def _pause(self, life: Life, seconds: float) -> None:
         if seconds > 0:
             await asyncio.wait({life.over}, timeout=seconds)
         if life.over.done():
             raise AbandonedError("restore")
-
-    async def _start(self, life: Life, checkpoint: Path | None, lineage: int) -> WeightsManifest:
-        await self._form(life)
-        return await self._load(life, checkpoint, lineage)
 
     async def _form(self, life: Life, beside: int | None = None) -> None:
         try:

@@ -23,13 +23,14 @@ from spotlight.cluster.blobs.blob_client import BlockingBlobClient
 from spotlight.cluster.learner.learner_rank import LOOPBACK, LearnerRank, RankOrder, RankPlace
 from spotlight.cluster.learner.life import RankHandle, RemoteCall
 from spotlight.cluster.learner.spare_workers import SpareProcess, Spares, SpareWorkers
+from spotlight.cluster.nodes.agent import last_lines
 from spotlight.cluster.nodes.listing import ALL_GPUS_VISIBLE
 from spotlight.cluster.remote_calls import cause_of, on_node
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-_TAIL_BYTES, _TAIL_LINES = 16 * 1024, 20
+_TAIL_LINES = 20
 _CALL_S, _STORE_S = 10.0, 300.0
 _log = logging.getLogger(__name__)
 
@@ -115,7 +116,7 @@ class RayLauncher:
         return await asyncio.get_running_loop().run_in_executor(self._thread, start)
 
     def nodes_of(self, life: int) -> Mapping[str, int]:
-        """Ray ids of the nodes on which a life was started, with the number of ranks; empty: nowhere yet."""
+        """See :class:`spotlight.cluster.learner.learner_group.Launcher`."""
         return self._at.get(life, {})
 
     async def end(self, ranks: Sequence[RankHandle], suspects: Sequence[int]) -> str:
@@ -247,9 +248,7 @@ def _kill(ranks: Sequence[RankActor | SpareProcess]) -> None:
 
 def _tail(path: Path) -> str:
     try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
+        lines = last_lines(path)
     except OSError:
         return ""
     return "\n".join([f"{path} ends with:", *(f"    {line}" for line in lines[-_TAIL_LINES:])])

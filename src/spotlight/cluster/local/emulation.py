@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from spotlight.config.schema import RunConfig
@@ -49,14 +50,19 @@ def reserved_slots(fleet: FleetConfig) -> int:
 
 def spot_slots(fleet: FleetConfig) -> int:
     """Peak number of spot slots."""
-    most = present = 0
+    most = max((sum(slots.values()) for slots in _present(fleet)), default=0)
+    return min(most, fleet.target.nodes_max * fleet.spot.slots) if fleet.target.is_set else most
+
+
+def _present(fleet: FleetConfig) -> Iterator[dict[str, int]]:
+    """Slots by spot node after each event of the trace."""
+    slots: dict[str, int] = {}
     for event in spot_trace(fleet).events:
         if event.kind is TraceEventKind.ADD:
-            present += event.gpus
+            slots[event.node] = event.gpus
         elif event.kind is TraceEventKind.REMOVE:
-            present -= event.gpus
-        most = max(most, present)
-    return min(most, fleet.target.nodes_max * fleet.spot.slots) if fleet.target.is_set else most
+            del slots[event.node]
+        yield slots
 
 
 def require_learner_room(config: RunConfig) -> None:
@@ -65,18 +71,13 @@ def require_learner_room(config: RunConfig) -> None:
     if fleet.learner_placement != "spot" or fleet.address is not None:  # else it takes a node on demand
         return
     elsewhere = config.pipeline.trainers_generate or fleet.local.rollout_slots > 0
-    slots: dict[str, int] = {}
-    for event in spot_trace(fleet).events:
-        if event.kind is TraceEventKind.ADD:
-            slots[event.node] = event.gpus
-        elif event.kind is TraceEventKind.REMOVE:
-            slots.pop(event.node, None)
-        least = fleet.fewest_ranks
+    least = fleet.fewest_ranks
+    for slots in _present(fleet):
         if (elsewhere or sum(slots.values()) > least) and choose_places(slots, least, even=even):
             return
     traced = fleet.spot.trace is not None
     key = "fleet.learner_ranks" if fleet.learner_ranks_min is None else "fleet.learner_ranks_min"
-    wanted = f"{fleet.fewest_ranks} slots at a time for {key}"
+    wanted = f"{least} slots at a time for {key}"
     wanted += ", equally many on each node that has any (learner.shard=node)" if even else ""
     problem = Problem(
         "fleet.spot.trace" if traced else "fleet.spot.nodes",

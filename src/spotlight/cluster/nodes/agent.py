@@ -19,7 +19,6 @@ import contextlib
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 
 from spotlight_fleet.facts import gather
@@ -62,14 +61,9 @@ class NodeAgent:
         """Tell the cloud that the node is drained. False: no cloud waits for that, or the call failed."""
         return self._watch.acknowledge()
 
-    def log_tail(self, pid: int | None, actor: str | None, lines: int) -> str:
-        """Last log lines of a worker process on this node; see :func:`log_tail`."""
-        return log_tail(self._session / "logs", pid, actor, lines)
-
-
-def plain_settings(settings: NoticeSettings) -> dict[str, object]:
-    """Settings as :class:`NodeAgent` takes them."""
-    return asdict(settings)
+    def log_tail(self, actor: str) -> str:
+        """Last log lines of an actor's process on this node; see :func:`log_tail`."""
+        return log_tail(self._session / "logs", actor)
 
 
 def _write_pid(path: Path) -> None:
@@ -85,25 +79,19 @@ def _write_pid(path: Path) -> None:
 
 _READ_MAX = 1 << 16
 _HEAD_BYTES = 4096
+_LINES = 20
 
 
-def log_tail(logs: Path, pid: int | None, actor: str | None, lines: int) -> str:
-    """The last ``lines`` lines of each non-empty stream of a worker process, as text for display.
-
-    Without ``pid``, the latest process of ``actor`` is meant.
-    """
-    pattern = "worker-*" if pid is None else f"worker-*-{pid}"
+def log_tail(logs: Path, actor: str) -> str:
+    """The last lines of each non-empty stream of an actor's latest process, as text for display."""
     try:
-        files = [file for end in ("out", "err") for file in logs.glob(f"{pattern}.{end}")]
-        if pid is None:
-            bearers = {file.stem: file.stat().st_mtime for file in files if _names(file, actor or "")}
-            latest = max(bearers, key=lambda stem: bearers[stem], default=None)
-            files = [file for file in files if file.stem == latest]
-        parts = [text for file in sorted(files) if (text := _tail(file, lines))]
+        files = [file for end in ("out", "err") for file in logs.glob(f"worker-*.{end}")]
+        bearers = {file.stem: file.stat().st_mtime for file in files if _names(file, actor)}
+        latest = max(bearers, key=lambda stem: bearers[stem], default=None)
+        parts = [text for file in sorted(files) if file.stem == latest and (text := _tail(file))]
     except OSError as error:
         return f"no logs in {logs}: {error.strerror}"
-    who = f"pid {pid}" if pid is not None else f"actor {actor}"
-    return "\n".join(parts) if parts else f"nothing written by {who} in {logs}"
+    return "\n".join(parts) if parts else f"nothing written by actor {actor} in {logs}"
 
 
 def _names(file: Path, actor: str) -> bool:
@@ -111,14 +99,14 @@ def _names(file: Path, actor: str) -> bool:
         return f":actor_name:{actor}\n".encode() in stream.read(_HEAD_BYTES)
 
 
-def _tail(file: Path, lines: int) -> str:
+def last_lines(file: Path) -> list[str]:
+    """The lines of its last 64 KiB. Raises OSError."""
     with file.open("rb") as stream:
-        size = stream.seek(0, os.SEEK_END)
-        stream.seek(max(0, size - _READ_MAX))
-        text = stream.read().decode(errors="replace")
-    written = [
-        line
-        for line in text.splitlines()
-        if line.strip() and not line.startswith((":job_id:", ":actor_name:"))
-    ]
-    return "\n".join([f"{file.name}:", *(f"  {line}" for line in written[-lines:])]) if written else ""
+        stream.seek(max(0, stream.seek(0, os.SEEK_END) - _READ_MAX))
+        return stream.read().decode(errors="replace").splitlines()
+
+
+def _tail(file: Path) -> str:
+    marks = (":job_id:", ":actor_name:")
+    written = [line for line in last_lines(file) if line.strip() and not line.startswith(marks)]
+    return "\n".join([f"{file.name}:", *(f"  {line}" for line in written[-_LINES:])]) if written else ""

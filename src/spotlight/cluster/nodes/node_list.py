@@ -44,10 +44,10 @@ class NodeList:
             self._answers.put(error)
 
 
-def list_nodes(timeout_s: float = _LIST_S) -> Sequence[Mapping[str, object]]:
+def list_nodes() -> Sequence[Mapping[str, object]]:
     """Ray's list of nodes. Raises RayLostError if it does not come in time."""
-    if (rows := NodeList().ask(timeout_s)) is None:
-        raise RayLostError(f"Ray did not list its nodes within {timeout_s:g} s")
+    if (rows := NodeList().ask(_LIST_S)) is None:
+        raise RayLostError(f"Ray did not list its nodes within {_LIST_S:g} s")
     return rows
 
 

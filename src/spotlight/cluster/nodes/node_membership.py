@@ -14,21 +14,23 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Protocol, TypeAlias
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from spotlight.cluster.nodes.agent import NodeAgent, plain_settings
+from spotlight.cluster.nodes.agent import NodeAgent
 from spotlight.cluster.nodes.drain import drain_node, draining_nodes
 from spotlight.cluster.nodes.listing import ALL_GPUS_VISIBLE, RayNode, read_view
 from spotlight.cluster.nodes.node_list import Pulse, refuses
-from spotlight.cluster.remote_calls import cause_of, on_node
+from spotlight.cluster.remote_calls import Clock, cause_of, on_node
+from spotlight.scheduler import events as ev
+from spotlight.scheduler.types import NodeId
 from spotlight_fleet.facts import NodeFacts, incompatibility, read_facts
 from spotlight_fleet.notices.notice_mail import Message, NoticeUpdate, read_messages
 from spotlight_fleet.notices.notice_watch import NoticeSettings
@@ -50,39 +52,19 @@ _HELPERS = 64
 
 
 class Listener(Protocol):
-    """Receives node changes. Later calls pass a node as it joined."""
+    """Receives node changes."""
 
     def joined(self, node: RayNode, facts: NodeFacts) -> None:
         """A compatible node joined and may be used."""
-        ...
 
-    def lost(self, node: RayNode) -> None:
-        """A node is gone with everything on it, perhaps before it joined."""
-        ...
+    def happened(self, event: ev.Event) -> None:
+        """Of a node that joined, or its loss, which may come before that."""
 
-    def noticed(self, node: RayNode, remaining_s: float, detail: str) -> None:
-        """A joined node will be preempted in ``remaining_s``; Ray is being told."""
-        ...
-
-    def advised(self, node: RayNode) -> None:
-        """The cloud finds a joined node likelier than others to be preempted."""
-        ...
-
-    def notice_cancelled(self, node: RayNode, detail: str) -> None:
-        """The preemption was cancelled."""
-        ...
-
-    def refused(self, problem: Problem) -> None:
-        """A node is not used, and why. Once per node."""
-        ...
-
-    def ray_silent(self, silent_s: float, dead_s: float) -> None:
-        """Ray has not listed its nodes for long; after ``dead_s`` it is lost. Once per silence."""
-        ...
+    def told(self, text: str) -> None:
+        """What the user should know: a node is not used, once per node; Ray is silent, once per silence."""
 
     def ray_lost(self, why: str) -> None:
         """The Ray cluster itself is dead. Once, and last; this thread may take its time."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +123,7 @@ def start_agent(node: RayNode, settings: NoticeSettings) -> ActorHandle:
         # It tells which GPUs Ray was started with, though it has none itself.
         runtime_env=ALL_GPUS_VISIBLE if node.gpus else None,
     )
-    handle: ActorHandle = options.remote(node.ray_id, node.session, plain_settings(settings))
+    handle: ActorHandle = options.remote(node.ray_id, node.session, asdict(settings))
     return handle
 
 
@@ -155,6 +137,7 @@ class NodeMembership:
 
     Args:
         here: facts of the head.
+        clock: the controller's.
         known: nodes that have their names already.
     """
 
@@ -163,7 +146,7 @@ class NodeMembership:
         listener: Listener,
         here: NodeFacts,
         settings: MembershipSettings,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
         known: Iterable[RayNode] = (),
     ) -> None:
         self._listener, self._here, self._settings, self._clock = listener, here, settings, clock
@@ -196,13 +179,13 @@ class NodeMembership:
         if (agent := self.agent(node)) is not None:
             agent.acknowledge.remote()
 
-    def log_tail(self, node: RayNode, pid: int | None, actor: str | None, lines: int = 20) -> str:
-        """Last log lines of a worker (see ``agent.log_tail``), or why they are unavailable. Any thread."""
+    def log_tail(self, node: RayNode, actor: str) -> str:
+        """Last log lines of an actor (see ``agent.log_tail``), or why they are unavailable. Any thread."""
         agent = self.agent(node)
         if agent is None:
             return f"node {node.name} has no agent to ask for the log"
         try:
-            return str(ray.get(agent.log_tail.remote(pid, actor, lines), timeout=self._settings.answer_s))
+            return str(ray.get(agent.log_tail.remote(actor), timeout=self._settings.answer_s))
         except RayError as error:
             return f"node {node.name} does not send its log: {cause_of(error)}"
 
@@ -242,7 +225,10 @@ class NodeMembership:
         elif silent_s >= self._settings.answer_s and not self._silence_told:
             self._silence_told = True
             log.warning("Ray has not listed its nodes for %.0f s", silent_s)
-            self._listener.ray_silent(silent_s, self._settings.dead_s)
+            self._listener.told(
+                f"Ray does not answer: it has not listed its nodes for {silent_s:.0f} s; after "
+                f"{self._settings.dead_s:.0f} s the run ends, and can be resumed"
+            )
         return None
 
     def _lose_ray(self, why: str) -> None:
@@ -276,25 +262,25 @@ class NodeMembership:
                     # 0 is an end at no stated time, as of idle nodes.
                     left_s = max(0.0, ends_ms / 1000 - time.time()) if ends_ms > 0 else _UNSTATED_S
                     watched.drained_s = self._clock() + left_s
-                    self._notice(watched, watched.drained_s, "Ray drains it")
+                    self._notice(watched, watched.drained_s)
         if self._drains is None:
             self._drains = self._helpers.submit(draining_nodes)
 
-    def _notice(self, watched: _Watched, ends_s: float, detail: str) -> None:
+    def _notice(self, watched: _Watched, ends_s: float) -> None:
         """Of several notices the earliest deadline counts."""
         if ends_s < watched.ends_s:
             watched.ends_s = ends_s
-            self._listener.noticed(watched.node, ends_s - self._clock(), detail)
+            self._listener.happened(ev.NodeNoticed(NodeId(watched.node.name), ends_s))
 
     def _lose(self, watched: _Watched) -> None:
         del self._watched[watched.node.ray_id]
         self._dead.add(watched.node.ray_id)
-        self._listener.lost(watched.node)
+        self._listener.happened(ev.NodeLost(NodeId(watched.node.name)))
 
     def _refuse(self, ray_id: str, problem: Problem) -> None:
         if ray_id not in self._reported:
             self._reported.add(ray_id)
-            self._listener.refused(problem)
+            self._listener.told(f"a node is not used: {problem}")
 
     # -- agents ---------------------------------------------------------------------------------------------
 
@@ -386,17 +372,17 @@ class NodeMembership:
                 # For good: Ray goes on draining it after a cancelled notice.
                 watched.told = True
                 self._helpers.submit(drain_node, node.ray_id, message.remaining_s, message.detail)
-                self._notice(watched, self._clock() + message.remaining_s, message.detail)
+                self._notice(watched, self._clock() + message.remaining_s)
             case NoticeUpdate.CANCELLED if watched.ends_s == watched.drained_s < math.inf:
                 log.info("node %s: Ray drains it nevertheless: %s", node.name, message.detail)
             case NoticeUpdate.CANCELLED:
                 watched.ends_s = math.inf
-                self._listener.notice_cancelled(node, message.detail)
+                self._listener.happened(ev.NoticeCancelled(NodeId(node.name)))
                 if watched.drained_s < math.inf:
-                    self._notice(watched, watched.drained_s, "Ray drains it nevertheless")
+                    self._notice(watched, watched.drained_s)  # Ray drains it nevertheless
             case NoticeUpdate.REBALANCE:
                 log.info("node %s: %s", node.name, message.detail)
-                self._listener.advised(node)
+                self._listener.happened(ev.NodeAdvised(NodeId(node.name)))
             case NoticeUpdate.UNWATCHED:
                 log.warning("node %s: preemptions may come unannounced: %s", node.name, message.detail)
 

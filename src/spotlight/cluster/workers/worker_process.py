@@ -206,7 +206,7 @@ class WorkerProcess:
         dependencies = WorkerDependencies(
             engine=engine,
             slots=slots,
-            recipes=build.make_recipes(config, algorithm).by_purpose(),
+            recipes=build.make_recipes(config, algorithm),
             slot_of={Purpose.TRAIN: train, Purpose.EXPLORE: train, Purpose.EVAL: judged},
             membership=membership,
             around=profiler.step,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -197,21 +196,11 @@ def _make_slots(config: RunConfig, family: ModelFamily, algorithm: Algorithm) ->
         raise ModelError(f"model.lora={config.model.lora}: {error}") from error
 
 
-@dataclass(frozen=True, slots=True)
-class Recipes:
-    """How rollouts of each purpose are denoised."""
+def make_recipes(config: RunConfig, algorithm: Algorithm) -> dict[Purpose, Recipe]:
+    """How rollouts of each purpose are denoised.
 
-    train: Recipe
-    explore: Recipe
-    evaluate: Recipe
-
-    def by_purpose(self) -> dict[Purpose, Recipe]:
-        """The recipes keyed by purpose, for workers."""
-        return {Purpose.TRAIN: self.train, Purpose.EXPLORE: self.explore, Purpose.EVAL: self.evaluate}
-
-
-def make_recipes(config: RunConfig, algorithm: Algorithm) -> Recipes:
-    """Train rollouts and their previews use the algorithm's sampler; evaluation uses the ODE."""
+    Train rollouts and their previews use the algorithm's sampler; evaluation uses the ODE.
+    """
     rollout = config.rollout
     size, scale, embedded = media_size(rollout), rollout.true_cfg_scale, embedded_guidance(config)
     train = Recipe(
@@ -225,7 +214,7 @@ def make_recipes(config: RunConfig, algorithm: Algorithm) -> Recipes:
         schedule_steps=rollout.steps if algorithm.keeps == "query" else None,
     )
     judged = Recipe(size, ODE(), None, scale, "final", embedded)
-    return Recipes(train, preview_recipe(config, train), judged)
+    return {Purpose.TRAIN: train, Purpose.EXPLORE: preview_recipe(config, train), Purpose.EVAL: judged}
 
 
 def embedded_guidance(config: RunConfig) -> float | None:

@@ -5,7 +5,7 @@ Call :func:`prepare_model`, any checks due before long work, :func:`fill_embeddi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,8 +18,10 @@ from spotlight.dry_run.model_checks import require_model, require_supported
 from spotlight.models.condition import Condition
 from spotlight.models.family import ModelFamily
 from spotlight.models.slots import Slot, WeightSlots
+from spotlight.rollout.state import Recipe
 from spotlight.runtime.assembly import components as build
 from spotlight.runtime.assembly.preview_settings import preview_steps
+from spotlight.scheduler.types import Purpose
 from spotlight.training.batching.conditions import Conditions
 from spotlight.training.batching.feed import BatchFeed
 from spotlight.training.learner import Learner, TrainingGuidance
@@ -34,7 +36,7 @@ class Model:
 
     family: ModelFamily
     algorithm: Algorithm
-    recipes: build.Recipes
+    recipes: Mapping[Purpose, Recipe]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,7 @@ def assemble(config: RunConfig, model: Model, conditions: Conditions, ranks: Ran
         ranks=ranks,
     )
     weights = {reward.curve: reward.weight for reward in config.rewards}
-    feed = BatchFeed(learner, conditions, model.recipes.train, weights)
+    feed = BatchFeed(learner, conditions, model.recipes[Purpose.TRAIN], weights)
     return Learning(model, slots, conditions, negative, learner, feed)
 
 
