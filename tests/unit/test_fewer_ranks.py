@@ -119,7 +119,7 @@ def test_a_lost_learner_is_restored_with_as_few_ranks_as_allowed() -> None:
     life = LearnerLife(2, Fleet(cluster), STATE, 1)
     life.lost()
     assert list(life.placed(1, idle=True)) == []
-    cluster.handle(ev.NodeJoined(node("a")))
+    cluster.join(node("a"))
     assert list(life.placed(1, idle=True)) == [ef.RestoreLearner(1, 0)]
 
 

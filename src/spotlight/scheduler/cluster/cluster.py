@@ -102,16 +102,8 @@ class Cluster:
     # -- events ----------------------------------------------------------------------------------------
 
     def handle(self, event: ev.ClusterEvent) -> None:
-        """Process one cluster event; append to ``effects``."""
+        """Process an event of a worker or a group; append to ``effects``."""
         match event:
-            case ev.NodeJoined(node):
-                self._join(node)
-            case ev.NodeLost(node_id):
-                self._lose(node_id)
-            case ev.NodeNoticed(node_id, deadline_s):
-                self._notice(node_id, deadline_s)
-            case ev.NoticeCancelled(node_id):
-                self._cancel_notice(node_id)
             case ev.GroupFormed() | ev.GroupStopped():
                 self._group_answered(event)
             case _:
@@ -210,7 +202,8 @@ class Cluster:
 
     # -- nodes -----------------------------------------------------------------------------------------
 
-    def _join(self, node: Node) -> None:
+    def join(self, node: Node) -> None:
+        """A node is there: its workers start, if it rolls out."""
         host = self.hosts[node.id] = Host(node)
         if node.rolls_out:
             for gpu in range(node.gpus):
@@ -219,10 +212,10 @@ class Cluster:
                 host.workers.append(worker.id)
                 self._start(worker)
 
-    def _lose(self, node: NodeId) -> None:
-        if node in self.hosts:
-            self.count(Recovery.NODE_LOST)
-            self._remove(node)
+    def lose(self, node: NodeId) -> None:
+        """A node is gone, and with it its workers."""
+        self.count(Recovery.NODE_LOST)
+        self._remove(node)
 
     def reassign(self, nodes: Sequence[NodeId], parts: Sequence[Node]) -> None:
         """Nodes of a machine are others from now on, without notices; their workers end."""
@@ -230,12 +223,10 @@ class Cluster:
         for node in nodes:
             self._remove(node)
         for part in parts:
-            self._join(part)
+            self.join(part)
 
     def _remove(self, node: NodeId) -> None:
-        host = self.hosts.pop(node, None)
-        if host is None:
-            return
+        host = self.hosts.pop(node)
         self._drains.cancel(node)
         self.noticed.discard(node)
         for leader in list(host.leaders):
@@ -246,10 +237,9 @@ class Cluster:
             self._commands.done(("start", name))
             self._commands.done(("pull", name))
 
-    def _notice(self, node: NodeId, deadline_s: float) -> None:
-        if (host := self.hosts.get(node)) is None:
-            return
-        host.deadline_s = deadline_s
+    def notice(self, node: NodeId, deadline_s: float) -> None:
+        """A node ends then: it is drained before."""
+        self.hosts[node].deadline_s = deadline_s
         self.noticed.add(node)
         drain_s = deadline_s - self.plan.drain_margin_s
         if drain_s <= self.now:
@@ -264,12 +254,11 @@ class Cluster:
         for leader in list(host.leaders):
             self.stop(self.groups[leader])
 
-    def _cancel_notice(self, node: NodeId) -> None:
-        if (host := self.hosts.get(node)) is None or host.deadline_s is None:
-            return
+    def cancel_notice(self, node: NodeId) -> None:
+        """A node stays after all."""
         self.count(Recovery.NOTICE_CANCELLED)
         self._drains.cancel(node)
-        host.deadline_s, host.draining = None, False
+        self.hosts[node].deadline_s, self.hosts[node].draining = None, False
         self.noticed.discard(node)
         self._regroup(node)
 

@@ -226,7 +226,7 @@ class Fleet:
             self.cluster.reassign([part.id for part in before], parts)
         else:
             for part in parts:
-                self.cluster.handle(ev.NodeJoined(part))
+                self.cluster.join(part)
         if (before or (machine.node,)) != parts:
             self.effects.append(AssignRoles(machine.node.id, parts))
         self._announce(machine)
@@ -234,14 +234,16 @@ class Fleet:
     def _announce(self, machine: FleetMachine) -> None:
         ends_s = machine.ends_s
         for part in machine.parts:
-            if self.cluster.hosts[part.id].deadline_s != ends_s:
-                self.cluster.handle(
-                    ev.NoticeCancelled(part.id) if ends_s is None else ev.NodeNoticed(part.id, ends_s)
-                )
+            if self.cluster.hosts[part.id].deadline_s == ends_s:
+                continue
+            if ends_s is None:
+                self.cluster.cancel_notice(part.id)
+            else:
+                self.cluster.notice(part.id, ends_s)
 
     def _forget(self, machine: FleetMachine) -> None:
         for part in machine.parts:
-            self.cluster.handle(ev.NodeLost(part.id))
+            self.cluster.lose(part.id)
 
     # -- state -----------------------------------------------------------------------------------------
 
