@@ -94,7 +94,7 @@ def test_the_controller_forms_the_larger_one_and_takes_it_when_nothing_is_unsave
 
     def tell(event: ev.NodeJoined | ev.NodeLost) -> None:
         life.observe(event)
-        fleet.handle(event)
+        fleet.observe(event)
         fleet.place()
 
     tell(ev.NodeJoined(node("a")))

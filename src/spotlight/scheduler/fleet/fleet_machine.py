@@ -130,9 +130,9 @@ class Fleet:
     changes: int = 0
     _changed: bool = False
 
-    def handle(self, event: ev.MachineEvent) -> None:
-        """Process an event of a machine that comes, goes, or gets a notice."""
-        self.changes += 1
+    def observe(self, event: ev.Event) -> None:
+        """Follow machines that come, go, or get a notice, and let policies see the event."""
+        self.changes += isinstance(event, ev.MachineEvent)
         match event:
             case ev.NodeJoined(node):
                 if (before := self.machines.get(node.id)) is not None:
@@ -150,10 +150,6 @@ class Fleet:
             case ev.NoticeCancelled(name) if name in self.machines:
                 self.machines[name].taken_s = None
                 self._announce(self.machines[name])
-        self.observe(event)
-
-    def observe(self, event: ev.Event) -> None:
-        """Let policies see an event."""
         self._changed = True
         for policy in self.policies:
             policy.observe(event, self)
