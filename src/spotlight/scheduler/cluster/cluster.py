@@ -22,7 +22,7 @@ Invariants
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from spotlight.scheduler import events as ev
@@ -160,7 +160,7 @@ class Cluster:
         neighbours = (self.workers[name] for name in self.hosts[worker.node].workers)
         source = choose_source(worker, neighbours, self.target, self.plan.publishes)
         if source is None:
-            return  # a neighbour is fetching it; _load_node follows
+            return  # a neighbour is fetching it, and all of the node are loaded after it
         pull = PullWeights(worker.id, worker.epoch, self.target, self.lineage, source.kind, source.peer)
         worker.pull = pull
         patience_s = self.plan.start_s if source.kind is WeightKind.FULL else self.plan.answer_s
@@ -168,8 +168,9 @@ class Cluster:
         if earlier is not None and earlier.patience_s == patience_s:
             self._commands.inherit(("pull", worker.id), earlier)
 
-    def _load_node(self, node: NodeId) -> None:
-        for name in self.hosts[node].workers:
+    def load(self, workers: Iterable[WorkerId]) -> None:
+        """Have workers pull the published version, unless their group holds work of another."""
+        for name in workers:
             self._load(self.workers[name])
 
     def _forget_pull(self, worker: Worker) -> OpenCommand | None:
@@ -197,7 +198,7 @@ class Cluster:
         elif worker.leader is not None:
             self.consider(self.groups[worker.leader])
         if pull.kind is WeightKind.FULL:
-            self._load_node(worker.node)
+            self.load(self.hosts[worker.node].workers)
         self._load(worker)
 
     # -- nodes -----------------------------------------------------------------------------------------
@@ -283,7 +284,7 @@ class Cluster:
             if neighbour.pull is not None and neighbour.pull.peer == worker.id:
                 self.count(Recovery.PULL_LOST_PEER)
                 self._forget_pull(neighbour)
-        self._load_node(worker.node)
+        self.load(self.hosts[worker.node].workers)
 
     def _worker_answered(
         self, event: ev.WorkerStarted | ev.WorkerCrashed | ev.WeightsPulled | ev.PullFailed
@@ -346,7 +347,7 @@ class Cluster:
         elif isinstance(event, ev.GroupStopped):
             self._dissolve(group, self.hosts[group.node])
             self._regroup(group.node)
-            self._load_node(group.node)
+            self.load(self.hosts[group.node].workers)
         elif group.state is GroupState.FORMING:
             self.formed(group)
 
@@ -412,11 +413,6 @@ class Cluster:
             and not self.hosts[group.node].draining
             and all(self.workers[name].version == self.target for name in group.members)
         )
-
-    def load_group(self, group: WorkerGroup) -> None:
-        """Have a group's members pull the published version, unless they hold work of another."""
-        for name in group.members:
-            self._load(self.workers[name])
 
     def consider(self, group: WorkerGroup) -> None:
         """Put a group on the list of those that may be granted work, or take it off."""
