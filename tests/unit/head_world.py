@@ -443,4 +443,4 @@ def world(root: Path, *overrides: str) -> Iterator[World]:
             yield it
         finally:
             it.loop.close()
-        attempt.result = RunResult(directory.path, None, it.head.error, it.head.stopped)
+        attempt.result = RunResult(directory.path, it.head.error, it.head.stopped)
