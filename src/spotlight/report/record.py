@@ -13,17 +13,9 @@ from spotlight.config.schema import RunConfig
 from spotlight.scheduler.types import Phase
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.history import History, read_history
-from spotlight.store.metrics import GRADED, JUDGED, STDERR, VALIDATION, MetricsRow, read_metrics
+from spotlight.store.metrics import JUDGED, STDERR, VALIDATION, Mean, MetricsRow, is_validation, read_metrics
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.run_estimate import RunEstimate, estimated, read_estimate, read_so_far
-
-
-@dataclass(frozen=True, slots=True)
-class Mean:
-    """A mean score and its standard error (NaN if unknown)."""
-
-    mean: float
-    stderr: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +127,8 @@ def read_run(directory: Path) -> RunRecord:
         paths=paths,
         config=config,
         history=read_history(directory),
-        validations=tuple(_validation(row) for row in rows if f"{VALIDATION}{GRADED}" in row.values),
-        rows=tuple(row for row in rows if f"{VALIDATION}{GRADED}" not in row.values),
+        validations=tuple(_validation(row) for row in rows if is_validation(row)),
+        rows=tuple(row for row in rows if not is_validation(row)),
         seconds_by_phase=seconds,
         estimate=read_estimate(paths.estimate),
         corrected=None

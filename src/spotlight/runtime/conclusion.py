@@ -15,7 +15,15 @@ from spotlight.runtime.recorder import RunRecorder
 from spotlight.scheduler.types import Purpose
 from spotlight.store.images import drawn_iterations, write_comparison
 from spotlight.store.ledger import ledger_queries as queries
-from spotlight.store.metrics import GRADED, STDERR, STRICT, VALIDATION, MetricsRow, read_metrics
+from spotlight.store.metrics import (
+    GRADED,
+    STDERR,
+    STRICT,
+    VALIDATION,
+    MetricsRow,
+    is_validation,
+    read_metrics,
+)
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.run_summary import RunSummary, SampleCounts, ValidationPoint, final_table, write_summary
 from spotlight.store.store_errors import NothingToCompareError
@@ -64,7 +72,7 @@ def summarise_run(config: RunConfig, recorder: RunRecorder, lora: Path | None) -
     """Summarise a run from its ledger and metrics."""
     connection = recorder.ledger.connection
     counts = queries.counts(connection)
-    validations = [row for row in read_metrics(recorder.paths.path) if f"{VALIDATION}{GRADED}" in row.values]
+    validations = [row for row in read_metrics(recorder.paths.path) if is_validation(row)]
     last = validations[-1].values if validations else {}
     judged = STRICT if f"{VALIDATION}{STRICT}" in last else GRADED
     stderr = last.get(f"{VALIDATION}{judged}{STDERR}", math.inf)

@@ -15,6 +15,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Protocol
 
 from spotlight.cluster.remote_calls import Conversations, NoAnswerError, Notify, answer
@@ -134,9 +135,8 @@ class WorkerPool:
 
     def lose(self, node: NodeId) -> None:
         """Drop the processes of a lost node."""
-        for worker in [name for name, record in self._records.items() if record.order.node == node]:
-            del self._records[worker]
-            self._end(worker)
+        for handle in chain(*self.release([node])):
+            self.starter.kill(handle)
 
     def release(self, nodes: Sequence[NodeId]) -> tuple[list[Any], list[Any]]:
         """Forget the processes of nodes that roll out no more: those that hold weights, and the others.
