@@ -20,7 +20,7 @@ from ray.exceptions import RayError
 
 from spotlight.cluster.blobs.blob_client import BlockingBlobClient
 from spotlight.cluster.blobs.blob_store import StoredBlob
-from spotlight.cluster.learner.learner_rank import LearnerRank, RankOrder, RankStore
+from spotlight.cluster.learner.learner_rank import LearnerRank, RankOrder
 from spotlight.cluster.learner.spare_workers import SpareProcess
 from spotlight.cluster.nodes.listing import ALL_GPUS_VISIBLE
 from spotlight.cluster.remote_calls import on_node
@@ -139,7 +139,7 @@ class WorkerActor:
             why = "it was told to" if self._error is None else f"{type(self._error).__name__}: {self._error}"
             raise RuntimeError(f"the worker has ended: {why}") from self._error
 
-    def become_learner(self, order: RankOrder, store: RankStore, wait_s: float) -> str:
+    def become_learner(self, order: RankOrder, store: BlockingBlobClient, wait_s: float) -> str:
         """End the work, then be the process of a learner rank; returns the digest of the base weights.
 
         Raises:
