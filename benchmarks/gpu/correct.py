@@ -22,7 +22,7 @@ from benchmarks.gpu.timing import copy_tb_s, kernels, matmul_tflops
 from spotlight.config.load import build_config
 from spotlight.config.schema import RunConfig
 from spotlight.dry_run.memory_plan import Estimate, memory_parts
-from spotlight.dry_run.model_plan import ModelSizes, bind_targets, family_of, lora_parameters
+from spotlight.dry_run.model_plan import ModelSizes, bind_targets, lora_parameters
 from spotlight.models.condition import Condition
 from spotlight.models.families.qwen_image import QwenImage
 from spotlight.models.kernels.attention import BACKENDS as OFFERED
@@ -310,7 +310,7 @@ def planned_parts(lab: Lab, family: QwenImage, config: RunConfig, shape: model.S
     """The dry run's parts of memory."""
     sizes = _sizes(family)
     trained = lora_parameters(bind_targets(sizes, family.lora_targets), lab.scale.rank)
-    return memory_parts(config, sizes, family_of(config), trained, shape.text)
+    return memory_parts(config, sizes, trained, shape.text)
 
 
 def _sizes(family: QwenImage) -> ModelSizes:

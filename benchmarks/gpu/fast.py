@@ -31,10 +31,10 @@ from benchmarks.gpu.timing import (
     spread,
 )
 from spotlight.models.shared.flop_count import Trained, forward_operations
+from spotlight.models.shared.sharded import gathered
 from spotlight.rollout.state import RolloutState
 from spotlight.training.device_memory import free_bytes, measure_peak, release
 from spotlight.training.learner import Learner
-from spotlight.training.lora_export import whole_state
 from spotlight.training.recompute import Mode, Recomputation, modes_of
 from spotlight_kernels.measure.device_rates import wait
 from spotlight_weights.bundle import bind, pack
@@ -319,7 +319,7 @@ def publish_and_bind(lab: Lab) -> Outcome:
         turn[0] += 1
         next(iter(state.values())).view(-1)[0] = turn[0]  # another digest: nothing is cached
         marks = [time.perf_counter()]
-        states = {"policy": whole_state(slots, "policy", stay=True)}  # as learner ranks publish
+        states = {"policy": gathered(slots.state("policy"), stay=True)}  # as learner ranks publish
         manifest, data = pack(turn[0], 0, states, slots.modules_bound, dtype=rounded)
         marks.append(time.perf_counter())
         bundle = cache.get(manifest, lambda: data)

@@ -11,7 +11,7 @@ from benchmarks.block_costs import Alive
 from spotlight.config.load import build_config
 from spotlight.config.schema import RunConfig
 from spotlight.dry_run.memory_plan import memory_parts, weight_copies
-from spotlight.dry_run.model_plan import ModelSizes, family_of, read_sizes
+from spotlight.dry_run.model_plan import ModelSizes, read_sizes
 from spotlight.dry_run.run_plan import count_passes, make_plan
 from spotlight.models.media import MediaSize
 from spotlight.models.shared.quantised import held
@@ -88,7 +88,7 @@ def test_activations_are_within_a_quarter_of_what_the_backward_pass_keeps(
     sizes, trained = read_sizes(settings), make_plan(settings).parameters_trained
     assert isinstance(sizes, ModelSizes)
     assert trained is not None
-    parts = memory_parts(settings, sizes, family_of(settings), trained, TEXT_TOKENS)
+    parts = memory_parts(settings, sizes, trained, TEXT_TOKENS)
     (activations,) = [part.bytes for part in parts if part.part == "activations"]
     kept = _bytes_kept(slots(settings), recomputed, rows)
     if recomputed != "none":

@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from spotlight.config.load import load_config
 from spotlight.dry_run.memory_plan import memory_parts, peak_bytes, shared_parts
-from spotlight.dry_run.model_plan import ModelSizes, family_of, read_sizes
+from spotlight.dry_run.model_plan import ModelSizes, read_sizes
 from spotlight.models import skeleton as skeletons
 from spotlight.models.families.qwen_image import QwenImage
 from spotlight.models.skeleton import skeleton
@@ -74,7 +74,7 @@ def test_the_plan_says_that_full_fine_tuning_fits_eight_gpus() -> None:
     config = load_config(RECIPE)
     model = read_sizes(config)
     assert isinstance(model, ModelSizes)
-    parts = memory_parts(config, model, family_of(config), model.parameters, text_tokens=64)
+    parts = memory_parts(config, model, model.parameters, text_tokens=64)
     assert peak_bytes(parts) > 4 * GPU_BYTES
     four, eight = (peak_bytes(shared_parts(config, model, parts, ranks)) for ranks in (4, 8))
     assert eight < 0.9 * GPU_BYTES < four
@@ -87,7 +87,7 @@ def test_the_plan_knows_what_rollouts_keep_gathered() -> None:
     model = read_sizes(config)
     assert isinstance(model, ModelSizes)
     trained = 1e9
-    parts = memory_parts(config, model, family_of(config), int(trained), text_tokens=64)
+    parts = memory_parts(config, model, int(trained), text_tokens=64)
     kept = shared_parts(config, model, parts, 8)
     without = shared_parts(load_config(LORA_RECIPE), model, parts, 8)
     (whole,) = set(kept) - set(without)
@@ -113,7 +113,7 @@ def test_rollouts_keep_gathered_what_fits_beside_the_largest_peak(
     monkeypatch.setattr(sharding, "gathered", recorded)
     monkeypatch.setattr(sharding, "free_bytes", lambda device: now["free"])
     monkeypatch.setattr(sharding, "measured_peak", lambda device: nullcontext(lambda: now["peak"]))
-    monkeypatch.setattr(gathering, "_agreed", lambda mine: mine)
+    monkeypatch.setattr(Ranks, "least", lambda ranks, value, device: value)
     for free, peak, expected in (
         (10**9, 1000, False),  # how much rollouts take is not known yet
         (1254, 1200 + whole, True),  # 1000 and the model are 90 % of it

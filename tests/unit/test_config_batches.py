@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from spotlight.config.load import load_config
 from spotlight.config.schema import RunConfig
-from spotlight.config.sections.learner_section import LearnerConfig
+from spotlight.config.sections.learner_section import LearnerConfig, batch_problems
 from spotlight.config.sections.rollout import RolloutConfig
 from spotlight_rewards.base.errors import ConfigError, Problem
 
@@ -69,16 +69,14 @@ def test_batches_divide_or_the_error_says_what_does(
     prompts: int, group: int, updates: int, micro: int, ranks: int
 ) -> None:
     config = batch_config(prompts, group, updates, micro)
-    problems = list(config.learner.batch_problems(config.rollout, ranks))
+    problems = list(batch_problems(config, ranks))
     share = prompts * group / updates / ranks
     divides = prompts % updates == 0 and share % 1 == 0 and (share % micro == 0 or micro > share)
     assert bool(problems) != divides
     for problem in problems:
         for fixed, fixed_ranks in fixes(problem, config, ranks):
             # One problem at a time: the same key is not wrong again.
-            assert problem.key not in {
-                p.key for p in fixed.learner.batch_problems(fixed.rollout, fixed_ranks)
-            }
+            assert problem.key not in {p.key for p in batch_problems(fixed, fixed_ranks)}
 
 
 def test_on_a_cluster_the_batch_must_divide_by_its_learner_ranks() -> None:
@@ -98,10 +96,10 @@ def test_ranks_share_the_model_per_node_only_where_nodes_are_equal(
     per_node: tuple[int, ...], fits: bool
 ) -> None:
     config = load_config(None, BASE)
-    problems = list(config.learner.rank_problems(config.rollout, 4, per_node))
+    problems = list(config.rank_problems(4, per_node))
     assert [problem.key for problem in problems] == ([] if fits else ["learner.shard"])
-    alone = config.learner.model_copy(update={"shard": "none"})
-    assert not list(alone.rank_problems(config.rollout, 4, per_node))
+    alone = load_config(None, [*BASE, "learner.shard=none"])
+    assert not list(alone.rank_problems(4, per_node))
 
 
 def test_ranks_keep_a_quantised_model_whole() -> None:

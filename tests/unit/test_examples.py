@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from spotlight.config.load import load_config
+from spotlight.config.sections.learner_section import batch_problems
 from spotlight.data.datasets import load_prompts
 from spotlight.dry_run.memory_plan import peak_bytes
 from spotlight.dry_run.run_plan import count_passes, make_plan
@@ -53,7 +54,7 @@ def test_it_is_free_of_contradictions(example: Path) -> None:
     assert list(config.every_problem()) == []
     for ranks, overrides in [("1", ""), *RANKS.findall(example.read_text(encoding="utf-8"))]:
         variant = load_config(example, overrides.split())
-        assert not list(variant.learner.batch_problems(variant.rollout, int(ranks)))
+        assert not list(batch_problems(variant, int(ranks)))
     assert config.name == example.stem.replace("_", "-")
 
 

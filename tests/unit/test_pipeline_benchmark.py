@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spotlight.config.load import load_config
+from spotlight.config.sections.learner_section import batch_problems
 from spotlight.scheduler.types import Phase
 
 SECONDS = st.floats(0.1, 1000)
@@ -48,7 +49,7 @@ def test_modes_add_up_and_are_configurations() -> None:
         assert after.overrides[: len(before.overrides)] == before.overrides
     for mode in modes:
         config = load_config(None, [*bench.SETTINGS, *mode.overrides])
-        assert list(config.learner.batch_problems(config.rollout, mode.ranks)) == []
+        assert list(batch_problems(config, mode.ranks)) == []
         assert config.fleet.learner_ranks == mode.ranks
         assert config.pipeline.trainers_generate == mode.trainers
         if mode is added[-1]:

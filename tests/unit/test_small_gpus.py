@@ -19,7 +19,7 @@ from spotlight.config.schema import RunConfig
 from spotlight.dry_run.fitting import Needs
 from spotlight.dry_run.fitting_sizes import USABLE
 from spotlight.dry_run.memory_plan import Phase, peak_bytes, phase_bytes
-from spotlight.dry_run.model_plan import ModelSizes, family_of, read_sizes
+from spotlight.dry_run.model_plan import ModelSizes, read_sizes
 from spotlight.dry_run.reward_plan import reward_parts, reward_places
 from spotlight.dry_run.run_plan import make_plan, parameters_trained
 from spotlight.registry import FAMILIES
@@ -67,7 +67,7 @@ def needs(config: RunConfig) -> Needs:
     model = read_sizes(config)
     assert isinstance(model, ModelSizes)
     trained = parameters_trained(config, model)
-    return Needs(model, family_of(config), trained, TEXT_TOKENS, reward_places(config))
+    return Needs(model, trained, TEXT_TOKENS, reward_places(config))
 
 
 def peaks(config: RunConfig) -> dict[Phase, float]:

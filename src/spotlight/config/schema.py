@@ -19,11 +19,11 @@ from pydantic import Field, PlainSerializer, PositiveInt, PrivateAttr
 
 from spotlight.config.requires import problems_of
 from spotlight.config.section import RUN_NAME, Section
-from spotlight.config.sections.algorithm import AlgorithmConfig, DiffusionNFTConfig
+from spotlight.config.sections.algorithm import AlgorithmConfig, DiffusionNFTConfig, micro_batch_problems
 from spotlight.config.sections.evaluation import EvaluationConfig
 from spotlight.config.sections.exploration import ExplorationConfig
 from spotlight.config.sections.fleet import FleetConfig
-from spotlight.config.sections.learner_section import LearnerConfig
+from spotlight.config.sections.learner_section import LearnerConfig, batch_problems
 from spotlight.config.sections.model import WHOLE, DataConfig, ModelConfig
 from spotlight.config.sections.outputs import CheckpointConfig, MetricsConfig
 from spotlight.config.sections.pipeline import PipelineConfig
@@ -113,34 +113,54 @@ class RunConfig(Section):
 
     def every_note(self) -> Iterator[str]:
         """What is valid, but may not be what was meant; shown when a run is planned and begins."""
-        for name in type(self).model_fields:
-            if isinstance(section := getattr(self, name), Section):
-                yield from section.notes(self)
+        for section in self.sections():
+            yield from section.notes(self)
 
     def rank_problems(self, ranks: int, per_node: tuple[int, ...]) -> Iterator[Problem]:
-        """What does not fit the ranks there are; see :meth:`LearnerConfig.rank_problems`."""
-        chosen = self.algorithm.train_samples
-        yield from self.learner.rank_problems(self.rollout, ranks, per_node, chosen)
-        yield from self.algorithm.micro_batch_problems(self.rollout, self.learner, ranks)
+        """What does not fit the ranks there are.
+
+        Args:
+            per_node: ranks of each node; empty: all on one.
+        """
         shard, quantize = self.learner.shard, self.model.quantize
+        yield from batch_problems(self, ranks)
+        if shard == "node" and len(set(per_node)) > 1:
+            yield Problem(
+                "learner.shard", "'node'",
+                f"equally many ranks on each node; there are {', '.join(map(str, per_node))}",
+                "Set all, or none if a GPU holds the model, or take other nodes.",
+            )  # fmt: skip
+        yield from micro_batch_problems(self, ranks)
         if ranks > 1 and shard != "none" and quantize != "none":
             expected = f"'none' with model.quantize={quantize}"
             yield Problem("learner.shard", repr(shard), expected, WHOLE)
 
     @property
+    def trained_per_prompt(self) -> int:
+        """Samples trained of each prompt's group."""
+        return self.algorithm.train_samples or self.rollout.group_size
+
+    @property
+    def trained_per_prompt_key(self) -> str:
+        """The key that sets how many."""
+        return "rollout.group_size" if self.algorithm.train_samples is None else "algorithm.train_samples"
+
+    @property
+    def trained_samples(self) -> int:
+        """Samples trained in an iteration, if none is dropped; silent groups count."""
+        return self.rollout.prompts_per_iteration * self.trained_per_prompt
+
+    @property
     def rank_samples(self) -> int:
         """Samples that a rank of the learner trains in an update."""
-        group = self.algorithm.train_samples or self.rollout.group_size
-        samples = self.rollout.prompts_per_iteration * group
-        return samples // self.learner.updates_per_batch // self.fleet.learner_ranks
+        return self.trained_samples // self.learner.updates_per_batch // self.fleet.learner_ranks
 
     @property
     def decays_until(self) -> float | None:
         """Iterations after which the learning rate is 0; None: it stays above."""
         if self.learner.decay_iterations is None:
             return None
-        rollout = self.rollout
-        trained = rollout.prompts_per_iteration * (self.algorithm.train_samples or rollout.group_size)
+        trained = self.trained_samples
         return self.learner.decay_iterations * (self.learner.schedule_samples or trained) / trained
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from spotlight.config.schema import RunConfig
@@ -16,8 +17,6 @@ from spotlight.registry import FITTINGS
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from spotlight.models.family import ModelFamily
-
 Memory: TypeAlias = Callable[[RunConfig], Iterable[Estimate]]
 """The parts of a configuration's memory plan."""
 NO_FITTING = "the package spotlight-plan, which is not installed: pip install 'spotlight-rl[plan]'."
@@ -28,18 +27,21 @@ class Needs:
     """What a run's memory depends on besides its configuration; ``trained``: parameters."""
 
     model: ModelSizes
-    family: type[ModelFamily]
     trained: int
     text_tokens: int
     rewards: Sequence[RewardPlace]
 
+    def parts(self, config: RunConfig, *, unknown_bytes: float = 0.0) -> tuple[Estimate, ...]:
+        """The memory plan of one process and its rewards; ``unknown_bytes`` as in :func:`reward_parts`."""
+        return (
+            *memory_parts(config, self.model, self.trained, self.text_tokens),
+            *reward_parts(config, self.rewards, unknown_bytes=unknown_bytes),
+        )
+
     @property
     def memory(self) -> Memory:
-        """Of one process; a reward whose size is unknown fits nowhere but on the CPU."""
-        return lambda changed: (
-            *memory_parts(changed, self.model, self.family, self.trained, self.text_tokens),
-            *reward_parts(changed, self.rewards, unknown_bytes=math.inf),
-        )
+        """:meth:`parts`, where a reward whose size is unknown fits nowhere but on the CPU."""
+        return partial(self.parts, unknown_bytes=math.inf)
 
 
 @dataclass(frozen=True, slots=True)

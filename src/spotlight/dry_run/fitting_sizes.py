@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from spotlight.config.schema import RunConfig
 from spotlight.data.media_size import media_size
-from spotlight.dry_run.memory_plan import Estimate, may_share, memory_parts, peak_bytes, shared_parts
+from spotlight.dry_run.fitting import Needs
+from spotlight.dry_run.memory_plan import may_share, peak_bytes, shared_parts
 from spotlight.dry_run.model_plan import ModelSizes
 from spotlight.models.media import MediaSize
 from spotlight_files.model_errors import ModelError
-
-if TYPE_CHECKING:
-    from spotlight.models.family import ModelFamily
 
 GPU_GIB = (12, 16, 24, 32, 48, 80, 141, 192)
 RANKS = 8
@@ -37,27 +34,16 @@ class FittingSize:
     shared: MediaSize | None
 
 
-def fitting_sizes(
-    config: RunConfig,
-    model: ModelSizes,
-    family: type[ModelFamily],
-    trained: int,
-    text_tokens: int,
-    beside: Sequence[Estimate] = (),
-) -> tuple[FittingSize, ...]:
-    """For each of :data:`GPU_GIB`: sizes of the configured frames and proportions, all else unchanged.
-
-    Args:
-        beside: what other processes hold.
-    """
+def fitting_sizes(config: RunConfig, needs: Needs) -> tuple[FittingSize, ...]:
+    """For each of :data:`GPU_GIB`: sizes of the configured frames and proportions, all else unchanged."""
     alone: list[tuple[MediaSize, float]] = []
     shared: list[tuple[MediaSize, float]] = []
-    for size in sizes_of(config, model):
+    for size in sizes_of(config, needs.model):
         sized = resized(config, size)
-        parts = (*memory_parts(sized, model, family, trained, text_tokens), *beside)
+        parts = needs.parts(sized)
         alone.append((size, peak_bytes(parts)))
         if may_share(config):
-            shared.append((size, peak_bytes(shared_parts(sized, model, parts, RANKS))))
+            shared.append((size, peak_bytes(shared_parts(sized, needs.model, parts, RANKS))))
     return tuple(FittingSize(gib, _largest(alone, gib), _largest(shared, gib)) for gib in GPU_GIB)
 
 

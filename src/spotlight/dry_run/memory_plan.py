@@ -10,17 +10,14 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 from spotlight.config.schema import RunConfig
 from spotlight.config.sections.algorithm import BatchStartSection
 from spotlight.data.media_size import media_size
-from spotlight.dry_run.model_plan import ModelSizes, NotHere, TransformerSizes, bind_targets
+from spotlight.dry_run.model_plan import ModelSizes, NotHere, TransformerSizes, adapted_layers, family_of
 from spotlight.models.shared.quantised import held_bytes, held_of
 from spotlight.training.timesteps import largest_pass
-
-if TYPE_CHECKING:
-    from spotlight.models.family import ModelFamily
 
 Phase = Literal["text encoding", "denoising", "decoding", "training"]
 """What runs on a device, in turn; none needs what only another one allocates."""
@@ -65,7 +62,7 @@ class Estimate:
 
 
 def memory_parts(
-    config: RunConfig, model: ModelSizes, family: type[ModelFamily], trained: int, text_tokens: int
+    config: RunConfig, model: ModelSizes, trained: int, text_tokens: int
 ) -> tuple[Estimate, ...]:
     """Memory of one process that holds the whole model; :func:`shared_parts` is for several.
 
@@ -75,9 +72,9 @@ def memory_parts(
     weights = tuple(_weights(config, model, trained))
     parts = (
         *weights,
-        *_merged(config, model, family),
+        *_merged(config, model),
         *_optimizer(config, trained),
-        *_activations(config, model, family, tokens),
+        *_activations(config, model, tokens),
         *_samples(config, model),
         *_groups(config),
     )
@@ -251,13 +248,12 @@ def _frozen(config: RunConfig, model: ModelSizes) -> tuple[float, str]:
     return float(packed + size * (model.parameters - count)), formula
 
 
-def _merged(config: RunConfig, model: ModelSizes, family: type[ModelFamily]) -> Iterator[Estimate]:
+def _merged(config: RunConfig, model: ModelSizes) -> Iterator[Estimate]:
     """Rollouts merge the adapter into float32 base weights: a second copy of the adapted layers."""
     learner = config.learner
     whole = config.model.dtype == "float32" and config.model.quantize == "none"
     if learner.mode == "lora" and whole and learner.autocast == "none":
-        targets = family.lora_targets if learner.lora.targets is None else learner.lora.targets
-        adapted = sum(outputs * inputs for outputs, inputs in bind_targets(model, targets).values())
+        adapted = sum(outputs * inputs for outputs, inputs in adapted_layers(config, model).values())
         # A worker of Ray keeps them while the weights are the same.
         for phase in _OF_ROLLOUTS if config.fleet.driver == "ray" else _OF_ROLLOUTS[:1]:
             yield Estimate(_MERGED, adapted * 4, "4 B x weights of the adapted layers", phase)
@@ -280,10 +276,9 @@ def _optimizer(config: RunConfig, trained: int) -> Iterator[Estimate]:
     yield Estimate(_ADAM, trained * 8, "2 x 4 B x P", "once loaded", divided=True)
 
 
-def _activations(
-    config: RunConfig, model: ModelSizes, family: type[ModelFamily], tokens: int
-) -> Iterator[Estimate]:
+def _activations(config: RunConfig, model: ModelSizes, tokens: int) -> Iterator[Estimate]:
     learner, guidance = config.learner, 2 if config.rollout.true_cfg_scale > 1 else 1
+    family = family_of(config)
     costs = family.activations
     size = 2.0 if config.model.dtype == "bfloat16" else 4.0
     if learner.autocast == "bfloat16" and size == 4:

@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 from spotlight.config.schema import RunConfig
 from spotlight.data.section_names import under
-from spotlight.models.family_facts import Dimensions, PublishedModel, target_pattern
+from spotlight.models.family_facts import Dimensions, target_pattern
 from spotlight.models.media import MediaSize
 from spotlight.registry import FAMILIES
 from spotlight.testbed import pipeline_directory
@@ -101,9 +101,23 @@ def read_sizes(config: RunConfig) -> ModelSizes | NotHere:
     family, files = family_of(config), planned_files(config)
     if isinstance(files, NotHere):
         return files
-    if files.known is not None:
-        return _published_sizes(family, files, family.published[config.model.path])
-    return _sizes(files, family)
+    transformer = _transformer(files, family)
+    if files.known is None:
+        encoders = (name for name in family.components if name.startswith("text_encoder"))
+        text_parameters, remedy = sum(_count(_shapes(files, name)) for name in encoders), ""
+    else:
+        text_parameters = int(family.published[config.model.path].text_parameters)
+        remedy = _download_command(config.model.path, None)
+    return ModelSizes(
+        transformer.root,
+        transformer.parameters,
+        transformer.linears,
+        dimensions=family.read_dimensions(files),
+        video=family.video,
+        vae_parameters=_count(_shapes(files, "vae")),
+        text_encoder_parameters=text_parameters,
+        remedy=remedy,
+    )
 
 
 def planned_files(config: RunConfig) -> PipelineFiles | NotHere:
@@ -126,27 +140,6 @@ def read_transformer(config: RunConfig) -> TransformerSizes | NotHere:
     """As :func:`read_sizes`, for the DiT alone."""
     files = _locate(config, ())
     return files if isinstance(files, NotHere) else _transformer(files, family_of(config))
-
-
-def _published_sizes(
-    family: type[ModelFamily], files: PipelineFiles, published: PublishedModel
-) -> ModelSizes:
-    # Imported here: the disk check of every run imports this module, and needs no diffusers.
-    from spotlight.models.skeleton import shapes_of
-
-    wanted = {name: config for name, config in published.configs.items() if not name.startswith("image")}
-    shapes = {name: shapes_of(config) for name, config in wanted.items()}
-    transformers = _together({name: each for name, each in shapes.items() if name.startswith("transformer")})
-    return ModelSizes(
-        files.root,
-        _count(transformers),
-        _linears(transformers),
-        dimensions=family.read_dimensions(files),
-        video=family.video,
-        vae_parameters=_count(shapes["vae"]),
-        text_encoder_parameters=int(published.text_parameters),
-        remedy=_download_command(str(files.root), None),
-    )
 
 
 def _locate(config: RunConfig, besides: Sequence[str]) -> PipelineFiles | NotHere:
@@ -200,7 +193,7 @@ def _complete(files: PipelineFiles, family: type[ModelFamily], besides: Sequence
 
 
 def _transformer(files: PipelineFiles, family: type[ModelFamily]) -> TransformerSizes:
-    shapes = _together({name: _shapes(files.folder(name)) for name in family.transformers(files)})
+    shapes = _together({name: _shapes(files, name) for name in family.transformers(files)})
     return TransformerSizes(files.root, _count(shapes), _linears(shapes))
 
 
@@ -219,21 +212,10 @@ def _linears(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, int]
     }
 
 
-def _sizes(files: PipelineFiles, family: type[ModelFamily]) -> ModelSizes:
-    transformer = _transformer(files, family)
-    return ModelSizes(
-        transformer.root,
-        transformer.parameters,
-        transformer.linears,
-        dimensions=family.read_dimensions(files),
-        video=family.video,
-        vae_parameters=_count(_shapes(files.folder("vae"))),
-        text_encoder_parameters=sum(
-            _count(_shapes(files.folder(name)))
-            for name in family.components
-            if name.startswith("text_encoder")
-        ),
-    )
+def adapted_layers(config: RunConfig, sizes: TransformerSizes) -> dict[str, tuple[int, int]]:
+    """:func:`bind_targets` of the configured targets, by default the family's."""
+    targets = config.learner.lora.targets
+    return bind_targets(sizes, family_of(config).lora_targets if targets is None else targets)
 
 
 def bind_targets(sizes: TransformerSizes, targets: Sequence[str]) -> dict[str, tuple[int, int]]:
@@ -263,9 +245,15 @@ def lora_parameters(bound: Mapping[str, tuple[int, int]], rank: int) -> int:
     return sum(rank * (outputs + inputs) for outputs, inputs in bound.values())
 
 
-def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+def _shapes(files: PipelineFiles, component: str) -> dict[str, tuple[int, ...]]:
+    """By the headers of the files, or of a published model that is not here by its configuration."""
+    if files.known is not None:
+        # Imported here: the disk check of every run imports this module, and needs no diffusers.
+        from spotlight.models.skeleton import shapes_of
+
+        return shapes_of(files.config(component))
     shapes: dict[str, tuple[int, ...]] = {}
-    for shard in sorted(folder.glob("*.safetensors")):
+    for shard in sorted(files.folder(component).glob("*.safetensors")):
         shapes |= shapes_in(shard)
     return shapes
 

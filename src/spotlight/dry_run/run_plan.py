@@ -12,24 +12,18 @@ from spotlight.config.schema import RunConfig
 from spotlight.data.datasets import Prompts, load_prompts
 from spotlight.dry_run.fitting import Needs
 from spotlight.dry_run.fitting_sizes import FittingSize, fitting_sizes
-from spotlight.dry_run.memory_plan import Estimate, disk_parts, host_parts, memory_parts, stored_parts
+from spotlight.dry_run.memory_plan import Estimate, disk_parts, host_parts, stored_parts
 from spotlight.dry_run.model_checks import require_model, require_prompts
 from spotlight.dry_run.model_plan import (
     ModelSizes,
     NotHere,
     TransformerSizes,
-    bind_targets,
+    adapted_layers,
     family_of,
     lora_parameters,
     read_sizes,
 )
-from spotlight.dry_run.reward_plan import (
-    RewardPlace,
-    require_rewards,
-    require_scorable,
-    reward_parts,
-    reward_places,
-)
+from spotlight.dry_run.reward_plan import RewardPlace, require_rewards, require_scorable, reward_places
 from spotlight.store.checkpoints import CheckpointStore
 from spotlight.store.manifest import CheckpointHeader
 from spotlight.store.run_directory import RunPaths
@@ -99,13 +93,16 @@ class RunPlan:
     test_prompts: int
     notes: tuple[str, ...]
     model: ModelSizes | NotHere
-    parameters_trained: int | None
     memory: tuple[Estimate, ...]
     fitting: tuple[FittingSize, ...]
     needs: Needs | None
     disk: tuple[Estimate, ...]
     rewards: tuple[RewardPlace, ...]
     trained: int
+
+    @property
+    def parameters_trained(self) -> int | None:
+        return None if self.needs is None else self.needs.trained
 
 
 def make_plan(config: RunConfig, ranks: int | None = None) -> RunPlan:
@@ -124,16 +121,13 @@ def make_plan(config: RunConfig, ranks: int | None = None) -> RunPlan:
     require_prompts(config, prompts)
     require_scorable(config, prompts)
     model = read_sizes(config)
-    trained = None if isinstance(model, NotHere) else parameters_trained(config, model)
     images = len(prompts.test) * config.evaluation.images_per_prompt
     evaluations = config.evaluation.count(config.iterations)
     rewards = reward_places(config)
-    needs = _needs(config, model, prompts, rewards) if isinstance(model, ModelSizes) else None
-    evaluated = images if evaluations else 0
-    memory, fitting = ((), ()) if needs is None else _memory(config, needs, prompts, evaluated)
+    needs = None if isinstance(model, NotHere) else _needs(config, model, prompts, rewards)
     return RunPlan(
         samples=config.rollout.prompts_per_iteration * config.rollout.group_size,
-        trained_samples=_trained_samples(config),
+        trained_samples=config.trained_samples,
         trained_timesteps=config.trained_timesteps,
         guidance=forwards_per_velocity(config),
         passes=count_passes(config, images),
@@ -144,12 +138,11 @@ def make_plan(config: RunConfig, ranks: int | None = None) -> RunPlan:
         test_prompts=len(prompts.test),
         notes=(*notes, *config.every_note(), *prompts.notes(config)),
         model=model,
-        parameters_trained=trained,
-        memory=memory,
-        fitting=fitting,
+        memory=() if needs is None else _memory(config, needs, prompts, images if evaluations else 0),
+        fitting=() if needs is None else fitting_sizes(config, needs),
         needs=needs,
         disk=(
-            *disk_parts(config, trained, evaluations, images),
+            *disk_parts(config, None if needs is None else needs.trained, evaluations, images),
             *stored_parts(config, model, stored_tokens(config, prompts)),
         ),
         rewards=rewards,
@@ -163,16 +156,10 @@ def newest_checkpoint(config: RunConfig) -> CheckpointHeader | None:
     return CheckpointStore(checkpoints, 1).newest_header() if checkpoints.is_dir() else None
 
 
-def _memory(
-    config: RunConfig, needs: Needs, prompts: Prompts, evaluated: int
-) -> tuple[tuple[Estimate, ...], tuple[FittingSize, ...]]:
-    """``memory`` and ``fitting``, as in :class:`RunPlan`."""
-    model, tokens = needs.model, needs.text_tokens
-    sizes = config, model, needs.family, needs.trained, tokens
+def _memory(config: RunConfig, needs: Needs, prompts: Prompts, evaluated: int) -> tuple[Estimate, ...]:
     everyone = len(prompts.train) + len(prompts.test)
-    held = host_parts(config, model, tokens, prompts=everyone, evaluated=evaluated)
-    beside = reward_parts(config, needs.rewards)
-    return (*memory_parts(*sizes), *beside, *held), fitting_sizes(*sizes, beside=beside)
+    held = host_parts(config, needs.model, needs.text_tokens, prompts=everyone, evaluated=evaluated)
+    return (*needs.parts(config), *held)
 
 
 def needs_of(config: RunConfig) -> Needs:
@@ -189,8 +176,7 @@ def needs_of(config: RunConfig) -> Needs:
 
 
 def _needs(config: RunConfig, model: ModelSizes, prompts: Prompts, rewards: tuple[RewardPlace, ...]) -> Needs:
-    trained = parameters_trained(config, model)
-    return Needs(model, family_of(config), trained, text_tokens(config, prompts), rewards)
+    return Needs(model, parameters_trained(config, model), text_tokens(config, prompts), rewards)
 
 
 def rank_notes(config: RunConfig, ranks: int | None) -> list[str]:
@@ -218,7 +204,7 @@ def count_passes(config: RunConfig, evaluation_images: int) -> Passes:
     """Passes per iteration: samples x steps (or trained timesteps) x forwards per velocity."""
     algorithm, guidance = config.algorithm, forwards_per_velocity(config)
     samples = config.rollout.prompts_per_iteration * config.rollout.group_size * guidance
-    trained = _trained_samples(config) * guidance * config.trained_timesteps
+    trained = config.trained_samples * guidance * config.trained_timesteps
     updates = config.learner.updates_per_batch  # divides the samples
     later = trained - trained // updates
     return Passes(
@@ -240,12 +226,6 @@ def count_passes(config: RunConfig, evaluation_images: int) -> Passes:
 def _recomputed(config: RunConfig, trained: int) -> int:
     every = config.learner.recompute
     return trained // every if isinstance(every, int) else trained * (every in ("blocks", "auto"))
-
-
-def _trained_samples(config: RunConfig) -> int:
-    """Per iteration; silent groups count, as they are not known in advance."""
-    rollout = config.rollout
-    return rollout.prompts_per_iteration * (config.algorithm.train_samples or rollout.group_size)
 
 
 def _preview_passes(config: RunConfig) -> int:
@@ -282,6 +262,4 @@ def parameters_trained(config: RunConfig, model: TransformerSizes) -> int:
     """Parameters that the optimizer updates. Raises ModelError if a LoRA target matches nothing."""
     if config.learner.mode == "full":
         return model.parameters
-    lora = config.learner.lora
-    targets = family_of(config).lora_targets if lora.targets is None else lora.targets
-    return lora_parameters(bind_targets(model, targets), lora.rank)
+    return lora_parameters(adapted_layers(config, model), config.learner.lora.rank)

@@ -289,9 +289,13 @@ class ModelFamily(FamilyTraits, ABC):
         return FlowMatchEulerDiscreteScheduler.from_config(scheduler_config(files))
 
     def set_timesteps(self, steps: int, size: MediaSize) -> None:
-        """Set the scheduler's noise levels as the pipeline does: linear, with any dynamic shift."""
-        sigmas = np.linspace(1.0, 1 / steps, steps)
+        """Set the scheduler's noise levels as the pipeline does: as given to it, with any dynamic shift."""
+        sigmas = self.given_sigmas(steps)
         self.scheduler.set_timesteps(device="cpu", sigmas=sigmas, **self.dynamic_shift(steps, size))
+
+    def given_sigmas(self, steps: int) -> Any:
+        """Noise levels that the pipeline gives to its scheduler: linear, without the last, 0."""
+        return np.linspace(1.0, 1 / steps, steps)
 
     def dynamic_shift(self, steps: int, size: MediaSize) -> dict[str, float]:
         """The scheduler's argument ``mu``, if its shift depends on the size: by default linear in tokens."""

@@ -36,22 +36,7 @@ def lora_state(slots: WeightSlots, slot: Slot) -> dict[str, Tensor]:
     """
     if not isinstance(slots, LoraSlots):
         raise ModelError("the model was fully fine-tuned, so there is no LoRA: export the merged weights")
-    return whole_state(slots, slot)
-
-
-def whole_state(
-    slots: WeightSlots, slot: Slot, *, keep: bool = True, stay: bool = False
-) -> dict[str, Tensor]:
-    """A slot's own parameters, whole and on the CPU; every rank must call this.
-
-    Args:
-        keep: False on ranks that only take part in gathering; they get an empty dictionary.
-        stay: leave them on their device, and those that are not sharded where they are, uncopied.
-
-    Raises:
-        ModelError: the slot has no parameters of its own (``reference`` of an adapter).
-    """
-    return gathered(slots.state(slot), keep, stay=stay)
+    return gathered(slots.state(slot))
 
 
 def save_lora(

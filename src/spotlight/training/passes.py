@@ -20,7 +20,6 @@ from functools import partial
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from spotlight.algorithms.base import Algorithm, LossTerms, Slot, TrainBatch
@@ -109,6 +108,7 @@ class TrainingPasses:
         recomputation: Recomputation | None = None,
     ) -> None:
         self._algorithm, self._ranks, self._device = algorithm, ranks, device
+        self._least = partial(ranks.least, device=device)
         self._setting, self._budget_bytes = per_pass, budget_bytes
         self._parameters, self._reserve, self._around_trial = parameters, reserve, trial
         self._recomputation = recomputation
@@ -297,11 +297,6 @@ class TrainingPasses:
         if self._budget_bytes is not None:
             return self._budget_bytes
         return MARGIN * free_bytes(self._device) - self._reserve()
-
-    def _least(self, value: int) -> int:
-        """Minimum over all ranks."""
-        shared = torch.tensor(value, dtype=torch.int64, device=self._device)
-        return int(self._ranks.all_reduce(shared, dist.ReduceOp.MIN))
 
 
 def _require_fitting(terms: LossTerms, rows: int, algorithm: str) -> None:

@@ -113,6 +113,10 @@ class Ranks:
             dist.all_reduce(values, op)
         return values
 
+    def least(self, value: int, device: torch.device) -> int:
+        """The minimum of all ranks' values."""
+        return int(self.all_reduce(torch.tensor(value, dtype=torch.int64, device=device), dist.ReduceOp.MIN))
+
     def broadcast(self, values: Tensor, source: int) -> Tensor:
         """``values`` of rank ``source``; shape and type must be equal on all ranks."""
         if self.world == 1:
@@ -375,7 +379,7 @@ class RolloutGathering:
             yield
             return
         whole = sum(map(self._gathered_bytes, model.parameters()))
-        keeps = self._agreed(self._fits(whole)) if auto else True
+        keeps = bool(self._ranks.least(self._fits(whole), self._device)) if auto else True
         with gathered(parts) if keeps else nullcontext(), measured_peak(self._device) as peak:
             yield
         mine = peak() - (whole if keeps else 0)
@@ -384,10 +388,6 @@ class RolloutGathering:
     def _fits(self, whole_bytes: int) -> bool:
         free = MARGIN * free_bytes(self._device)
         return self._peak_bytes is not None and whole_bytes + self._peak_bytes <= free
-
-    def _agreed(self, mine: bool) -> bool:
-        shared = torch.tensor(int(mine), device=self._device)
-        return bool(self._ranks.all_reduce(shared, dist.ReduceOp.MIN))
 
     def _gathered_bytes(self, parameter: Tensor) -> int:
         dtype = self._compute_dtype or parameter.dtype

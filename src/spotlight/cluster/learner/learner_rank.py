@@ -33,6 +33,7 @@ from spotlight.cluster.learner.rank_folder import RankFolder
 from spotlight.config.load import read_config
 from spotlight.config.schema import RunConfig
 from spotlight.models.family import ModelFamily
+from spotlight.models.shared.sharded import gathered
 from spotlight.rollout.sequence_parallel import rendezvous
 from spotlight.rollout.sequence_parallel.rendezvous import Address
 from spotlight.rollout.serialization import pack_condition, unpack_sample
@@ -55,7 +56,6 @@ from spotlight.scheduler.types import Phase, Rollout, RolloutId
 from spotlight.store.run_directory import RunPaths
 from spotlight.training.batching.conditions import Conditions
 from spotlight.training.batching.redistribute import passes_of, share_of
-from spotlight.training.lora_export import whole_state
 from spotlight.training.settings import traced_phases
 from spotlight.training.sharding import Meeting, Ranks, process_group
 from spotlight_kernels.measure.step_profile import StepProfiler
@@ -371,7 +371,7 @@ class LearnerRank:
         stay = self.config.learner.mode == "lora" or self.ranks.world == 1
         with self._in(Phase.WEIGHT_SYNC):
             states: dict[str, dict[str, Tensor]] = {
-                slot: whole_state(learning.slots, slot, keep=self.ranks.is_main, stay=stay)
+                slot: gathered(learning.slots.state(slot), self.ranks.is_main, stay=stay)
                 for slot in published_slots(self.config, learning.model.algorithm, learning.learner.batches)
             }
             if not self.ranks.is_main:

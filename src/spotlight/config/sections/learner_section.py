@@ -15,7 +15,6 @@ from spotlight_rewards.base.strict_section import COURSE, STATE, WORK
 
 if TYPE_CHECKING:
     from spotlight.config.schema import RunConfig
-    from spotlight.config.sections.rollout import RolloutConfig
 
 
 UpdateSplit = Literal["groups", "shuffled", "every_group"]
@@ -54,7 +53,7 @@ class EmaConfig(Section):
 def _batch_problems(run: RunConfig) -> Iterator[Problem]:
     # Inline, the command knows the number of ranks, not the configuration: it is checked again then.
     ranks = run.fleet.learner_ranks if run.fleet.driver == "ray" else 1
-    yield from run.learner.batch_problems(run.rollout, ranks, run.algorithm.train_samples)
+    yield from batch_problems(run, ranks)
 
 
 def _schedules(run: RunConfig) -> bool:
@@ -209,63 +208,43 @@ class LearnerConfig(Section):
                  "one of them, or leave the budget out."),
     )  # fmt: skip
 
-    def rank_problems(
-        self, rollout: RolloutConfig, ranks: int, per_node: tuple[int, ...], train_samples: int | None = None
-    ) -> Iterator[Problem]:
-        """What does not fit the ranks there are.
 
-        Args:
-            per_node: ranks of each node; empty: all on one.
-            train_samples: samples trained of each group; None: all.
-        """
-        yield from self.batch_problems(rollout, ranks, train_samples)
-        if self.shard == "node" and len(set(per_node)) > 1:
-            yield Problem(
-                "learner.shard", "'node'",
-                f"equally many ranks on each node; there are {', '.join(map(str, per_node))}",
-                "Set all, or none if a GPU holds the model, or take other nodes.",
-            )  # fmt: skip
+def batch_problems(run: RunConfig, ranks: int) -> Iterator[Problem]:
+    """Batch sizes that do not divide, with the nearest that do.
 
-    def batch_problems(
-        self, rollout: RolloutConfig, ranks: int = 1, train_samples: int | None = None
-    ) -> Iterator[Problem]:
-        """Batch sizes that do not divide, with the nearest that do.
-
-        Args:
-            ranks: processes that share the work (``--ranks``, ``fleet.learner_ranks``).
-            train_samples: samples trained of each group; None: all.
-        """
-        prompts, group = rollout.prompts_per_iteration, train_samples or rollout.group_size
-        size_key = "rollout.group_size" if train_samples is None else "algorithm.train_samples"
-        updates, micro = self.updates_per_batch, self.micro_batch_size
-        divided, key = prompts * group, "the samples of an iteration"
-        if self.update_split == "groups":
-            divided, key = prompts, "rollout.prompts_per_iteration"
-        if divided % updates:
-            more = -(-prompts // updates) * updates
-            whole = " (groups are not cut)" if self.update_split == "groups" else ""
-            yield Problem(
-                "learner.updates_per_batch", str(updates), f"a divisor of {key} = {divided}{whole}",
-                f"Nearest: {divisors_near(divided, updates)}; or rollout.prompts_per_iteration={more}.",
-            )  # fmt: skip
-            return
-        update_samples = prompts * group // updates
-        if update_samples % ranks:
-            yield Problem(
-                size_key, str(group),
-                f"samples of an update ({update_samples}) divisible by the {ranks} ranks",
-                f"Take {divisors_near(update_samples, ranks)} ranks (--ranks; on Ray fleet.learner_ranks), "
-                f"or {size_key}={-(-group // ranks) * ranks}.",
-            )  # fmt: skip
-            return
-        share = update_samples // ranks
-        if share % micro and micro < share:
-            yield Problem(
-                "learner.micro_batch_size", str(micro),
-                f"a divisor of the {share} samples that a rank trains in an update "
-                f"({prompts} prompts x {group} samples / {updates} updates / {ranks} ranks)",
-                f"Nearest: {divisors_near(share, micro)}.",
-            )  # fmt: skip
+    Args:
+        ranks: processes that share the work (``--ranks``, ``fleet.learner_ranks``).
+    """
+    learner, prompts, group = run.learner, run.rollout.prompts_per_iteration, run.trained_per_prompt
+    updates, micro = learner.updates_per_batch, learner.micro_batch_size
+    divided, key = run.trained_samples, "the samples of an iteration"
+    if learner.update_split == "groups":
+        divided, key = prompts, "rollout.prompts_per_iteration"
+    if divided % updates:
+        more = -(-prompts // updates) * updates
+        whole = " (groups are not cut)" if learner.update_split == "groups" else ""
+        yield Problem(
+            "learner.updates_per_batch", str(updates), f"a divisor of {key} = {divided}{whole}",
+            f"Nearest: {divisors_near(divided, updates)}; or rollout.prompts_per_iteration={more}.",
+        )  # fmt: skip
+        return
+    update_samples = run.trained_samples // updates
+    if update_samples % ranks:
+        yield Problem(
+            run.trained_per_prompt_key, str(group),
+            f"samples of an update ({update_samples}) divisible by the {ranks} ranks",
+            f"Take {divisors_near(update_samples, ranks)} ranks (--ranks; on Ray fleet.learner_ranks), "
+            f"or {run.trained_per_prompt_key}={-(-group // ranks) * ranks}.",
+        )  # fmt: skip
+        return
+    share = update_samples // ranks
+    if share % micro and micro < share:
+        yield Problem(
+            "learner.micro_batch_size", str(micro),
+            f"a divisor of the {share} samples that a rank trains in an update "
+            f"({prompts} prompts x {group} samples / {updates} updates / {ranks} ranks)",
+            f"Nearest: {divisors_near(share, micro)}.",
+        )  # fmt: skip
 
 
 def divisors_near(number: int, wanted: int) -> str:

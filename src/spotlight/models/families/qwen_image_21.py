@@ -122,13 +122,10 @@ class QwenImage21(ModelFamily):
                 f"{fixed}. Set it to their number, or remove sample_sigmas for a linear schedule"
             )
 
-    def set_timesteps(self, steps: int, size: MediaSize) -> None:
-        """Linear and shifted, unless the pipeline fixes the levels (``sample_sigmas``)."""
+    def given_sigmas(self, steps: int) -> Any:
+        """Linear, unless the pipeline fixes them (``sample_sigmas``)."""
         fixed = self.files.setting("sample_sigmas")
-        if fixed is None:
-            super().set_timesteps(steps, size)
-            return
-        self.scheduler.set_timesteps(device="cpu", sigmas=fixed, **self.dynamic_shift(steps, size))
+        return super().given_sigmas(steps) if fixed is None else fixed
 
     def predict(
         self,

@@ -89,9 +89,8 @@ class ZImage(ScaledVaeFamily):
         )
         return {"embeds": embeds[0]}
 
-    def set_timesteps(self, steps: int, size: MediaSize) -> None:
-        sigmas = torch.linspace(1.0, 1 / steps, steps).tolist()
-        self.scheduler.set_timesteps(device="cpu", sigmas=sigmas, **self.dynamic_shift(steps, size))
+    def given_sigmas(self, steps: int) -> Any:
+        return torch.linspace(1.0, 1 / steps, steps).tolist()
 
     def predict(
         self,

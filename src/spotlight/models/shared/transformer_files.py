@@ -40,11 +40,6 @@ class TransformerFiles:
     sources: Mapping[str, Path]
     key: str
 
-    def check(self, module: nn.Module) -> None:
-        """Raise ModelError unless names and shapes are those of ``module``; reads headers only."""
-        for name, part in denoisers(module).items():
-            check_files(part, self.sources[name], self.key)
-
     def reader(self) -> Callable[[str], Tensor]:
         """Reads single tensors by their names in the module that :func:`load_transformers` makes.
 
@@ -132,9 +127,9 @@ def load_transformers(
     for name, part in denoisers(module).items():
         if weights.key != "model.path":
             _check_config(part, weights.sources[name], weights.key)
-    if deferred:
-        weights.check(module)
-    else:
+        if deferred:
+            check_files(part, weights.sources[name], weights.key)
+    if not deferred:
         weights.read([module], device)
     return module
 

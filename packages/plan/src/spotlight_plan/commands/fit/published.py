@@ -68,7 +68,7 @@ def usual_needs(config: RunConfig) -> Needs:
         raise ModelError(f"model.path={config.model.path} has no published sizes; expected a published model")
     trained = lora_parameters(bind_targets(model, family.lora_targets), RANK)
     tokens = family.planned_text_tokens(_WORDS, config.model.max_text_tokens) + family.reference_tokens
-    return Needs(model, family, trained, tokens, reward_places(config))
+    return Needs(model, trained, tokens, reward_places(config))
 
 
 def published_fits(usable_bytes: float) -> Iterator[tuple[str, Fit]]:

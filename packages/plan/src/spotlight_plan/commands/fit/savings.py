@@ -76,10 +76,9 @@ def _smaller_forwards(config: RunConfig) -> Sequence[object]:
 
 def _smaller_micro_batches(config: RunConfig) -> Sequence[object]:
     """Divisors of an update's samples, and of its groups where the algorithm compares their members."""
-    rollout, learner = config.rollout, config.learner
-    group = config.algorithm.train_samples or rollout.group_size
-    samples = rollout.prompts_per_iteration * group // learner.updates_per_batch
-    unit = group if config.algorithm.compares_groups else 1
+    learner = config.learner
+    samples = config.trained_samples // learner.updates_per_batch
+    unit = config.trained_per_prompt if config.algorithm.compares_groups else 1
     smaller = [n for n in range(unit, min(learner.micro_batch_size, samples), unit) if samples % n == 0]
     return smaller[::-1]
 

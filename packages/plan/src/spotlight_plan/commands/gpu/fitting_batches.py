@@ -8,7 +8,7 @@ from functools import partial
 from spotlight.config.schema import RunConfig
 from spotlight.dry_run.fitting_sizes import USABLE
 from spotlight.dry_run.memory_plan import memory_parts, peak_bytes, worker_parts
-from spotlight.dry_run.model_plan import ModelSizes, family_of
+from spotlight.dry_run.model_plan import ModelSizes
 from spotlight.dry_run.run_plan import parameters_trained
 from spotlight_plan.commands.gpu.gpu_report import ROWS_MAX, FittingBatch
 
@@ -24,12 +24,12 @@ def fitting_batches(
     Args:
         memory_bytes: of the card, of which :data:`USABLE` counts.
     """
-    family, trained = family_of(config), parameters_trained(config, model)
+    trained = parameters_trained(config, model)
 
     def rollout(rows: int) -> float:
         section = config.rollout.model_copy(update={"batch_size": rows})
         sized = config.model_copy(update={"rollout": section})
-        return peak_bytes(worker_parts(memory_parts(sized, model, family, trained, text_tokens)))
+        return peak_bytes(worker_parts(memory_parts(sized, model, trained, text_tokens)))
 
     def training(mode: str, rows: int) -> float:
         changes = {"micro_batch_size": rows, "timesteps_per_pass": 1, "recompute": mode}
@@ -39,7 +39,7 @@ def fitting_batches(
                 "rollout": config.rollout.model_copy(update={"batch_size": 1}),
             }
         )
-        return peak_bytes(memory_parts(sized, model, family, trained, text_tokens))
+        return peak_bytes(memory_parts(sized, model, trained, text_tokens))
 
     usable = USABLE * memory_bytes
     yield _largest("rollouts", rollout, usable)
