@@ -57,6 +57,7 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.enable()
         gc.freeze()
+        gc.set_threshold(100_000, 20, 50)  # a twentieth of the time of tests that make many modules
 
 
 @pytest.fixture(scope="session")

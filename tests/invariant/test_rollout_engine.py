@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from spotlight.diffusion import samplers
 from spotlight.diffusion.brownian import coarse_kicks, kick_batch
-from spotlight.diffusion.noise import INITIAL, noise
+from spotlight.diffusion.noise import INITIAL, noise_batch
 from spotlight.diffusion.samplers import CPS, ODE, Dance, FlowSDE, Sampler
 from spotlight.diffusion.schedule import AllSteps, RandomWindow, SlidingWindow
 from spotlight.models.families.qwen_image import QwenImage
@@ -221,7 +221,7 @@ def test_kicks_are_the_seeds_own(family: QwenImage) -> None:
     """The first stochastic step, redone by hand with the noise of (seed, step)."""
     state = start(family, [5], Recipe(SIZE, FlowSDE(0.7), AllSteps(), 1.0, "trajectory"))[0]
     shape = family.latent_shape(SIZE)
-    assert torch.equal(state.latents, noise(5, INITIAL, shape))
+    assert torch.equal(state.latents, noise_batch([5], [INITIAL], shape)[0])
     advanced = engine(family).step(family.transformer, [state])[0]
     with torch.no_grad():
         velocity = family.velocity(
@@ -238,7 +238,7 @@ def test_kicks_are_the_seeds_own(family: QwenImage) -> None:
         velocity,
         state.sigmas[:1],
         state.sigmas[1:2],
-        noise=noise(5, 0, shape)[None],
+        noise=noise_batch([5], [0], shape),
     )
     assert torch.equal(advanced.latents, expected.latents[0])
     assert torch.equal(advanced.log_probs[0], expected.log_prob[0])
@@ -400,7 +400,7 @@ def test_a_preview_of_fewer_steps_follows_the_same_path(family: QwenImage) -> No
     fine, coarse = family.sigmas(FULL, SIZE).tolist(), state.sigmas.tolist()
     kicks = coarse_kicks(fine, coarse)
     assert state.window == range(4)
-    assert torch.equal(state.latents, noise(0, INITIAL, state.latents.shape))
+    assert torch.equal(state.latents, noise_batch([0], [INITIAL], state.latents.shape)[0])
     latents = state.latents[None]
     condition = family.collate([state.condition])
     with torch.no_grad():

@@ -30,10 +30,11 @@ from spotlight.scheduler.cluster.members import Worker, WorkerGroup
 from spotlight.scheduler.cluster.queue import CommitVerdict, PullQueue, _OpenLease
 from spotlight.scheduler.cluster.spare_time import SpareTime
 from spotlight.scheduler.controller import Controller
+from spotlight.scheduler.effects import KeepPreview
 from spotlight.scheduler.iteration import Iteration, Unsaved
 from spotlight.scheduler.learner.learner_life import LearnerLife
 from spotlight.scheduler.plan import Plan
-from spotlight.scheduler.policies.exploration.exploring import Exploration, KeptPreviews, KeptSample
+from spotlight.scheduler.policies.exploration.exploring import Exploration, KeptPreviews
 from spotlight.scheduler.policies.next_iteration.next_iteration import NextIteration
 from spotlight.scheduler.policies.spot_learner.learner_places import LearnerPlaces
 from spotlight.scheduler.policies.subset import subset as subset_module
@@ -45,6 +46,7 @@ from spotlight.scheduler.types import (
     DropReason,
     Lease,
     LeaseId,
+    Maker,
     MicroBatch,
     Node,
     NodeId,
@@ -327,11 +329,11 @@ def _keeps_short_previews(self: KeptPreviews, preview: Rollout) -> bool:
     return self.plan.exploration is not None and self.plan.exploration.where == "critical_path"
 
 
-def _keeps_nothing(self: KeptPreviews, rollout: Rollout) -> KeptSample | None:
+def _keeps_nothing(self: KeptPreviews, rollout: Rollout) -> tuple[KeepPreview, Maker] | None:
     return None
 
 
-def _keeps_twice(self: KeptPreviews, rollout: Rollout) -> KeptSample | None:
+def _keeps_twice(self: KeptPreviews, rollout: Rollout) -> tuple[KeepPreview, Maker] | None:
     offered = self._offered.get((rollout.prompt_id, rollout.seed))
     sample = _take(self, rollout)
     if sample is not None and offered is not None:

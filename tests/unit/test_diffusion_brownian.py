@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from spotlight.diffusion import samplers
 from spotlight.diffusion.brownian import Draw, Kick, coarse_kicks, coarse_window, fine_draw, kick_batch
-from spotlight.diffusion.noise import INITIAL, Stream, noise
+from spotlight.diffusion.noise import INITIAL, Stream, noise_batch
 from spotlight.diffusion.samplers import CPS, Dance, FlowSDE, Sampler
 
 SDE = FlowSDE(0.7)
@@ -67,7 +67,7 @@ def test_as_many_steps_have_the_very_kicks(steps: int, shift: float) -> None:
     same = levels(steps, shift)
     assert coarse_kicks(same, same) == tuple(((fine_draw(step), 1.0),) for step in range(steps))
     drawn = kick_batch([7], coarse_kicks(same, same)[:1], (3, 2))
-    assert torch.equal(drawn[0], noise(7, 0, (3, 2)))
+    assert torch.equal(drawn, noise_batch([7], [0], (3, 2)))
 
 
 def test_what_divides_needs_no_draws_of_its_own() -> None:

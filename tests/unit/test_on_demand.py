@@ -145,7 +145,7 @@ def test_a_node_that_is_too_small_is_given_back() -> None:
 def test_one_that_a_killed_head_had_taken_is_used_or_given_up() -> None:
     for comes in (True, False):
         world = Days(delay_s=None)
-        world.supply(NodeKind.ON_DEMAND).provided = None
+        world.supply(NodeKind.ON_DEMAND).wanted = None
         world.step_with(ev.NodesProvided(NodeKind.ON_DEMAND, 1))
         assert world.supply(NodeKind.ON_DEMAND).wanted == 1
         if comes:

@@ -66,7 +66,7 @@ def test_slices_depend_on_what_became_of_members_and_not_on_when(
 
     def cut(resolved: set[RolloutId]) -> list[Part]:
         scores = {member: {"reward": 1.0} for member in resolved if scored[member]}
-        found = slices(pipeline, 0, PROMPT, members, scores, resolved.__contains__, lambda _: previews)
+        found = slices(pipeline, 0, PROMPT, members, scores, {*members} - resolved, lambda _: previews)
         return list(found)
 
     final = cut(set(members))

@@ -14,7 +14,7 @@ from spotlight.config.sections.exploration import PreviewCostsConfig
 from spotlight.scheduler.policies.exploration.bandit import Arm, DiscountedUCB, arm_grid
 from spotlight.scheduler.policies.exploration.budget import Forecast, WindowSeen
 from spotlight.scheduler.policies.exploration.contrast import Contrast
-from spotlight.scheduler.policies.exploration.planner import ArmOutcome, PlanContext, Planner
+from spotlight.scheduler.policies.exploration.planner import Decision, Planner
 
 GRID = arm_grid((16, 32), (4, 8))
 COSTS = PreviewCostsConfig(step_s=1.0, fixed_s=1.0, reward_s=2.0)
@@ -25,8 +25,8 @@ def planner(*, limited: bool = True, caution: float = 1.0) -> Planner:
     return Planner(DiscountedUCB(GRID, alpha=0.5), Forecast(COSTS, caution), limited)
 
 
-def context(iteration: int = 1, workers: int = WORKERS) -> PlanContext:
-    return PlanContext(iteration, PROMPTS, workers)
+def decide(plan: Planner, iteration: int = 1, workers: int = WORKERS) -> Decision:
+    return plan.decide(iteration, PROMPTS, workers)
 
 
 def window(arm: Arm, open_s: float, share: float = 1.0) -> WindowSeen:
@@ -39,26 +39,26 @@ def brought(gain: float, random_contrast: float = 1.0) -> Contrast:
     return Contrast(4, random_contrast + gain, random_contrast)
 
 
-def outcome(arm: Arm | None, contrast: Contrast | None) -> ArmOutcome:
+def learn(plan: Planner, arm: Arm | None, contrast: Contrast | None) -> None:
     """Of previews that chose every group."""
-    return ArmOutcome(arm, contrast, PROMPTS, PROMPTS)
+    plan.learn(arm, contrast, PROMPTS, PROMPTS)
 
 
 def test_only_arms_that_fit_are_taken() -> None:
     plan = planner(caution=0.0)
-    first = plan.decide(context())
+    first = decide(plan)
     assert (first.arm, first.metrics["capacity"]["cautious_s"]) == (Arm(16, 4), None)  # type: ignore[index]
     # 16x8 takes 4 * 16 * 9 = 576 worker-seconds, 32x4 takes 640; 8 workers deliver 600 in 2 + 75 s.
     plan.forecast.observe(WindowSeen(Arm(16, 4), 77.0, 77.0, WORKERS, 120))
     fits = {name for name, one in arms_of(plan).items() if one["fits"]}
     assert fits == {"16x4", "16x8"}
     assert all(one["fits"] for one in arms_of(plan, 2 * WORKERS).values())
-    lost = plan.decide(context(workers=0))
-    assert (lost.arm, "no arm fits" in lost.why) == (Arm(16, 4), True)
+    lost = decide(plan, workers=0)
+    assert (lost.arm, "no arm fits" in str(lost.metrics["why"])) == (Arm(16, 4), True)
 
 
 def arms_of(plan: Planner, workers: int = WORKERS) -> dict[str, dict[str, Any]]:
-    found = plan.decide(context(workers=workers)).metrics["arms"]
+    found = decide(plan, workers=workers).metrics["arms"]
     assert isinstance(found, dict)
     return found
 
@@ -92,11 +92,11 @@ def test_realised_gain_decides_and_prompts_do_not() -> None:
     worth = {Arm(16, 4): 0.1, Arm(16, 8): 0.3, Arm(32, 4): 0.2, Arm(32, 8): 0.9}
     taken = []
     for turn in range(60):
-        arm = plan.decide(context(turn)).arm
+        arm = decide(plan, turn).arm
         assert arm is not None
         noise = source.gauss(0, 0.1)
         prompts = 0.5 if arm == Arm(32, 8) else source.uniform(2, 5)
-        plan.learn(outcome(arm, brought(worth[arm] + noise, prompts)))
+        learn(plan, arm, brought(worth[arm] + noise, prompts))
         taken.append(arm)
     assert taken[-30:].count(Arm(32, 8)) > 20
 
@@ -104,12 +104,12 @@ def test_realised_gain_decides_and_prompts_do_not() -> None:
 def test_an_arm_is_judged_by_all_prompts_it_was_to_explore() -> None:
     """Neither tried again and again because nothing was learnt, nor judged by the prompts it served alone."""
     plan = planner(limited=False)
-    first = plan.decide(context()).arm
+    first = decide(plan).arm
     assert first is not None
-    plan.learn(ArmOutcome(first, None, chosen=0, prompts=PROMPTS))
-    assert plan.decide(context()).arm != first
+    plan.learn(first, None, chosen=0, prompts=PROMPTS)
+    assert decide(plan).arm != first
     for arm, chosen in ((Arm(16, 8), 4), (Arm(32, 8), 1)):
-        plan.learn(ArmOutcome(arm, brought(0.5), chosen, PROMPTS))
+        plan.learn(arm, brought(0.5), chosen, PROMPTS)
     found = arms_of(plan)
     assert found["16x8"]["mean"] == pytest.approx(4 * found["32x8"]["mean"])
 
@@ -123,26 +123,26 @@ def test_a_restored_planner_decides_as_the_old_one(seed: int, cut: int) -> None:
             state = json.loads(json.dumps(resumed.snapshot()))
             resumed = planner()
             resumed.load(state)
-        one, other = (plan.decide(context(turn)) for plan in (straight, resumed))
+        one, other = (decide(plan, turn) for plan in (straight, resumed))
         assert one == other
         json.dumps(one.metrics, allow_nan=False)
         seen = WindowSeen(
             one.arm or GRID[0], source.uniform(40, 300), 40.0, source.randrange(9), source.randrange(64)
         )
-        result = outcome(one.arm, brought(source.gauss(0.3, 0.3), source.random()))
+        result = brought(source.gauss(0.3, 0.3), source.random())
         for plan in (straight, resumed):
             plan.observe(seen)
-            plan.learn(result)
+            learn(plan, one.arm, result)
 
 
 def test_a_planner_resumes_with_another_grid() -> None:
     old = planner(limited=False)
-    awaited = old.decide(context()).arm
+    awaited = decide(old).arm
     assert awaited is not None
     left = [arm for arm in GRID if arm != awaited]
     new = Planner(DiscountedUCB(left, alpha=0.5), Forecast(COSTS, 1.0), limited=False)
     new.load(json.loads(json.dumps(old.snapshot())))
-    assert new.decide(context(2)).arm in left
+    assert decide(new, 2).arm in left
 
 
 def test_a_broken_snapshot_is_refused() -> None:

@@ -16,7 +16,7 @@ from spotlight.config.sections.exploration import ExplorationConfig, PlannerConf
 from spotlight.scheduler.policies.exploration.bandit import Arm, DiscountedUCB, arm_grid
 from spotlight.scheduler.policies.exploration.budget import Forecast, IterationSeconds, WindowSeen
 from spotlight.scheduler.policies.exploration.contrast import Contrast
-from spotlight.scheduler.policies.exploration.planner import ArmOutcome, PlanContext, Planner
+from spotlight.scheduler.policies.exploration.planner import Planner
 
 GRID = arm_grid((16, 32, 64), (5, 10))
 PROMPTS, GROUP, WORKERS, STEPS = 4, 8, 8, 10
@@ -53,14 +53,14 @@ class World:
         return (1 + (self.worth[arm] if arm else 0.0)) / self.seconds(arm)
 
     def play(self, plan: Planner, turn: int) -> Arm | None:
-        arm = plan.decide(PlanContext(turn, PROMPTS, WORKERS)).arm
+        arm = plan.decide(turn, PROMPTS, WORKERS).arm
         if arm is not None:
             opens_s = self.window_s(arm)
             plan.observe(WindowSeen(arm, opens_s, opens_s, WORKERS, PROMPTS * arm.seeds_per_prompt))
         plan.learn_rest(arm, self.seconds(arm) - (self.window_s(arm) if arm else 0.0))
         gain = self.worth[arm] + self.source.gauss(0, 0.05) if arm else 0.0
         found = Contrast(PROMPTS, 1 + gain, 1.0)
-        plan.learn(ArmOutcome(arm, found if arm else None, PROMPTS, PROMPTS))
+        plan.learn(arm, found if arm else None, PROMPTS, PROMPTS)
         return arm
 
 
@@ -136,7 +136,7 @@ def test_decisions_and_seconds_survive_a_restart() -> None:
         world.play(plan, turn)
     again = planner()
     again.load(json.loads(json.dumps(plan.snapshot())))
-    assert again.decide(PlanContext(12, PROMPTS, WORKERS)) == plan.decide(PlanContext(12, PROMPTS, WORKERS))
+    assert again.decide(12, PROMPTS, WORKERS) == plan.decide(12, PROMPTS, WORKERS)
     older = {name: value for name, value in plan.snapshot().items() if name != "seconds"}
     planner().load(json.loads(json.dumps(older)))
 

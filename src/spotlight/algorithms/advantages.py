@@ -168,12 +168,8 @@ def slice_advantages(
             f"a sample of the slice has {others} other(s) of its group to be compared with; expected at "
             f"least {_OTHERS_MIN}: make the first slice larger"
         )
-    channels = _channels([*arrived, *seen], weights, config)
-    rows = []
-    for i in range(len(arrived)):
-        rest = {name: [*values[:i], *values[i + 1 :]] for name, values in channels.items()}
-        rows.append(_advantage({name: values[i] for name, values in channels.items()}, rest, config))
-    return [_combined(row, weights, config) for row in rows]
+    rows = [_channels(sample, weights, config) for sample in (*arrived, *seen)]
+    return [_compared(rows[i], [*rows[:i], *rows[i + 1 :]], weights, config) for i in range(len(arrived))]
 
 
 def exploration_advantages(
@@ -201,32 +197,22 @@ def exploration_advantages(
             "explore more of them, or wait for the group"
         )
     check_rewards([arrived, explored], weights)
-    others = _channels(explored, weights, config)
-    channels = _channels(arrived, weights, config)
-    rows = [
-        _advantage({name: values[i] for name, values in channels.items()}, others, config)
-        for i in range(len(arrived))
-    ]
-    return [_combined(row, weights, config) for row in rows]
+    others = [_channels(sample, weights, config) for sample in explored]
+    return [_compared(_channels(sample, weights, config), others, weights, config) for sample in arrived]
 
 
-def _channels(
-    samples: Sequence[Rewards], weights: Mapping[str, float], config: AdvantageConfig
-) -> dict[str, list[float]]:
-    if config.combine == "sum":
-        return {REWARD: [weighted_sum(sample, weights) for sample in samples]}
-    return {name: [sample[name] for sample in samples] for name in weights}
+def _channels(sample: Rewards, weights: Mapping[str, float], config: AdvantageConfig) -> Rewards:
+    """What is compared between samples: their total rewards, or each reward by itself."""
+    return {REWARD: weighted_sum(sample, weights)} if config.combine == "sum" else sample
 
 
-def _advantage(
-    sample: Rewards, others: Mapping[str, Sequence[float]], config: AdvantageConfig
-) -> dict[str, float]:
-    return {
-        name: (value - mean_of(others[name])) / (spread_of(others[name], config.ddof) + config.epsilon)
-        for name, value in sample.items()
-    }
-
-
-def _combined(row: Mapping[str, float], weights: Mapping[str, float], config: AdvantageConfig) -> float:
-    total = row[REWARD] if config.combine == "sum" else weighted_sum(row, weights)
+def _compared(
+    own: Rewards, others: Sequence[Rewards], weights: Mapping[str, float], config: AdvantageConfig
+) -> float:
+    """A sample's advantage, from what :func:`_channels` says of it and of those it is compared with."""
+    each: dict[str, float] = {}
+    for name, value in own.items():
+        values = [other[name] for other in others]
+        each[name] = (value - mean_of(values)) / (spread_of(values, config.ddof) + config.epsilon)
+    total = each[REWARD] if config.combine == "sum" else weighted_sum(each, weights)
     return min(max(total, -config.clip), config.clip)

@@ -37,28 +37,18 @@ class Stream(IntEnum):
     PREVIEW_NOISE = 4
 
 
-def noise(seed: int, step: int, shape: Sequence[int]) -> Tensor:
-    """Standard normal noise of one rollout step: float32, CPU.
-
-    Args:
-        seed: the rollout's seed, 0 <= seed < 2**64.
-        step: :data:`INITIAL` or the index of the denoising step.
-        shape: of one sample, without the batch dimension.
-    """
-    return normal(seed, Stream.ROLLOUT_NOISE, counter_of_step(step), shape)
-
-
 def noise_batch(
     seeds: Sequence[int], steps: Sequence[int], shape: Sequence[int], device: torch.device | str = "cpu"
 ) -> Tensor:
-    """Row i is ``noise(seeds[i], steps[i], shape)``: [batch, *shape] float32 on ``device``."""
+    """Standard normal noise of a rollout's step in each row: [batch, *shape] float32 on ``device``.
+
+    Args:
+        seeds: the rollouts', 0 <= seed < 2**64.
+        steps: :data:`INITIAL` or the index of the denoising step.
+        shape: of one sample, without the batch dimension.
+    """
     counters = [counter_of_step(step) for step in steps]
     return normal_batch(seeds, Stream.ROLLOUT_NOISE, counters, shape, device)
-
-
-def normal(seed: int, stream: Stream, index: int, shape: Sequence[int]) -> Tensor:
-    """Standard normal draws of any stream: float32, CPU, ``shape``."""
-    return normal_batch([seed], stream, [index], shape)[0]
 
 
 def normal_batch(
@@ -68,7 +58,7 @@ def normal_batch(
     shape: Sequence[int],
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """Row i is ``normal(seeds[i], stream, indices[i], shape)``: [batch, *shape] float32 on ``device``."""
+    """As :func:`noise_batch`, of any stream: row i is of ``seeds[i]`` and ``indices[i]``."""
     size = math.prod(shape)
     out = np.empty((len(seeds), size), dtype=np.float32)
     draws = list(zip(seeds, indices, strict=True))

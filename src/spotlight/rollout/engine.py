@@ -109,7 +109,7 @@ class Engine:
         shape = self._family.latent_shape(recipe.size)
         seeds = [recipe.initial_seed(rollout) for rollout in rollouts]
         noise = noise_batch(seeds, [INITIAL] * len(rollouts), shape, self._family.device)
-        on_device = _Mover(self._family.device)
+        moved = {each: each.to(self._family.device) for each in dict.fromkeys(conditions)}
         schedules = {rollout.steps: self._sigmas(rollout, recipe) for rollout in rollouts}
         for rollout in rollouts:
             _require_suited(recipe, rollout)
@@ -117,7 +117,7 @@ class Engine:
             RolloutState(
                 rollout=rollout,
                 recipe=recipe,
-                condition=on_device(condition),
+                condition=moved[condition],
                 step=0,
                 latents=latents,
                 sigmas=schedules[rollout.steps],
@@ -295,19 +295,6 @@ class Engine:
             return self._family.sigmas(rollout.steps, recipe.size)
         levels = self._family.sigmas(recipe.schedule_steps, recipe.size)[: rollout.steps]
         return torch.cat([levels, levels.new_zeros(1)])
-
-
-class _Mover:
-    """Moves a shared condition to the device once."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._moved: dict[int, Condition] = {}
-
-    def __call__(self, condition: Condition) -> Condition:
-        if id(condition) not in self._moved:
-            self._moved[id(condition)] = condition.to(self._device)
-        return self._moved[id(condition)]
 
 
 def _require_suited(recipe: Recipe, rollout: Rollout) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TypeVar
@@ -40,10 +40,10 @@ def whole_group(
     prompt: PromptId,
     members: Sequence[RolloutId],
     scores: Mapping[RolloutId, Scores],
-    resolved: Callable[[RolloutId], bool],
+    unscored: Set[RolloutId],
 ) -> Iterator[Part]:
-    """The group as one part, once all members are scored or dropped and two can be compared."""
-    if all(resolved(member) for member in members):
+    """The group as one part, once no member is ``unscored`` and two can be compared."""
+    if unscored.isdisjoint(members):
         scored = tuple(member for member in members if member in scores)
         if len(scored) >= 2:
             yield Part(slot, len(members), Group(prompt, scored), Comparison())

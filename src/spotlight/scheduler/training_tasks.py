@@ -314,9 +314,7 @@ class TrainingTasks:
             found = next((parts for parts in cut if parts is not None), None)
             if found is None:
                 prompt = current.rollouts[members[0]].prompt_id
-                found = whole_group(
-                    slot, prompt, members, current.scores, lambda name: name not in current.unscored
-                )
+                found = whole_group(slot, prompt, members, current.scores, current.unscored)
             for part in found:
                 if part.members > sliced:
                     for policy in self._policies:

@@ -7,9 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from torch import nn
-
-from spotlight.models.slots import Slot
+from spotlight.models.slots import Slot, WeightSlots
 from spotlight.rollout.state import Recipe
 from spotlight.scheduler.effects import AbandonLease, FormGroup, GrantLease, PullWeights, StopGroup
 from spotlight.scheduler.types import LeaseId, Purpose, WorkerId
@@ -30,10 +28,6 @@ class LoadError(RuntimeError):
 
 class StoredValue(Protocol):
     """A value from the blob store."""
-
-    @property
-    def step(self) -> int:
-        """The denoising step of a rollout's state."""
 
     @property
     def data(self) -> bytes:
@@ -67,13 +61,6 @@ class Loader(Protocol):
         """
 
 
-class Slots(Protocol):
-    """Weights by name, such as :class:`~spotlight.models.slots.WeightSlots`."""
-
-    def use(self, slot: Slot, *, merged: bool = False) -> AbstractContextManager[nn.Module]:
-        """The module with the weights of a slot."""
-
-
 @dataclass(frozen=True, slots=True)
 class WorkerDependencies:
     """The worker's engine, weights and settings.
@@ -85,7 +72,7 @@ class WorkerDependencies:
     """
 
     engine: Engine
-    slots: Slots
+    slots: WeightSlots
     recipes: Mapping[Purpose, Recipe]
     slot_of: Mapping[Purpose, Slot]
     membership: Callable[[], SpMembership]

@@ -15,10 +15,9 @@ import torch
 from torch import nn
 
 from spotlight.models.shared.flop_count import Compute
-from spotlight.models.slots import Slot
+from spotlight.models.slots import Slot, WeightSlots
 from spotlight.rollout.state import RolloutState
 from spotlight.scheduler.types import Phase, Purpose
-from spotlight.worker.interfaces import Slots
 from spotlight.worker.leases import GroupRole
 from spotlight.worker.reports import RolloutSpeed
 
@@ -49,7 +48,7 @@ class OpenModel:
         merged: see :meth:`~spotlight.models.slots.WeightSlots.use`; merging makes entering a slot slow.
     """
 
-    def __init__(self, slots: Slots, *, merged: bool) -> None:
+    def __init__(self, slots: WeightSlots, *, merged: bool) -> None:
         self._slots, self._merged = slots, merged
         self._open = ExitStack()
         self._model: nn.Module | None = None

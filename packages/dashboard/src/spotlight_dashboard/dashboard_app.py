@@ -16,7 +16,6 @@ Imports FastAPI.
 from __future__ import annotations
 
 import asyncio
-import gzip
 import json
 import sqlite3
 import time
@@ -35,7 +34,7 @@ from spotlight_dashboard.answers import BadQueryError, RunAnswers
 from spotlight_dashboard.dashboard_keys import DashboardKeys
 from spotlight_dashboard.figures import Json
 from spotlight_dashboard.gate import Gate, add_sessions, text
-from spotlight_dashboard.page_files import PAGE_FILES, page_file, plotly_file
+from spotlight_dashboard.page_files import PAGE_FILES, page_file, plotly_bytes
 from spotlight_dashboard.prometheus import CONTENT_TYPE, SILENT_FIGURES, exposition
 from spotlight_dashboard.run_threads import ASKED_S
 from spotlight_dashboard.shown_runs import LOOKS_EVERY_S, ShownRuns, SilentRunError
@@ -82,8 +81,7 @@ def dashboard_app(places: Sequence[Path], keys: DashboardKeys, limits: RunLimits
 
 def _add_page(app: FastAPI) -> None:
     # In memory: files would be read by threads of a pool, which others could use up.
-    index, plotly = page_file("index.html").read_bytes(), plotly_file().read_bytes()
-    packed = gzip.compress(plotly, 6)  # once: it is large, and everybody may ask for it
+    index, plotly, packed = page_file("index.html").read_bytes(), *plotly_bytes()
     parts = {name: page_file(name).read_bytes() for name in PAGE_FILES}
 
     @app.get("/")

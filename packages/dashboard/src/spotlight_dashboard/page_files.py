@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -44,3 +46,10 @@ def plotly_file() -> Path:
         "the dashboard's charts need the package 'plotly', which is missing. Install it: "
         "pip install 'spotlight-rl[dashboard]'"
     )
+
+
+@cache
+def plotly_bytes() -> tuple[bytes, bytes]:
+    """Plotly's JavaScript, and packed by gzip: once, as it is large and everybody may ask for it."""
+    plain = plotly_file().read_bytes()
+    return plain, gzip.compress(plain, 6)

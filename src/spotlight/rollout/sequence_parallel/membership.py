@@ -92,7 +92,7 @@ class SpMembership:
         form_s: longest wait for members to arrive.
 
     Attributes:
-        group: the current one; just this worker when alone.
+        group: the current one; just this worker when alone, under the last epoch.
         batch: rollouts per forward that every member of the group has memory for.
     """
 
@@ -112,7 +112,6 @@ class SpMembership:
         self._parallel = parallel
         self._form_s = form_s
         self.group = SpGroup(0, (worker,))
-        self._epoch = 0
         self._limit = StepLimit()
         self.batch = sys.maxsize
 
@@ -151,21 +150,21 @@ class SpMembership:
                 f"worker {self.worker} is told to form a group of {', '.join(group.members)}; "
                 "expected itself among them"
             )
-        if group.epoch <= self._epoch:
+        if group.epoch <= self.group.epoch:
             raise StaleEpochError(
                 f"worker {self.worker} is told to form a group under epoch {group.epoch}, but has seen "
-                f"{self._epoch}: every attempt takes a new epoch"
+                f"{self.group.epoch}: every attempt takes a new epoch"
             )
         self._parallel.check(group.degree)
         self.part()
-        self._epoch = group.epoch
+        self.group = SpGroup(group.epoch, (self.worker,))  # used up, even if the others do not come
         if group.degree > 1:
             self._meet(group, batch)
         self.group = group
 
     def part(self) -> None:
         """Leave the group at once; exchanges of the remaining members fail."""
-        self.group = SpGroup(self._epoch, (self.worker,))
+        self.group = SpGroup(self.group.epoch, (self.worker,))
         self.batch = sys.maxsize
         self._parallel.leave()
         self._communicator.close()

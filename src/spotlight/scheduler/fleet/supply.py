@@ -26,8 +26,7 @@ class Supply(FleetPolicy):
     """See the module's docstring. Asked after the policy that says how many.
 
     Attributes:
-        wanted: number of nodes; None: not decided yet.
-        provided: number that the provider keeps, or tries to; None: it has not answered yet.
+        wanted: number of nodes; None: the provider has not said yet how many there are.
 
     Args:
         move_s: seconds that a learner has to move off a node.
@@ -39,7 +38,6 @@ class Supply(FleetPolicy):
     def __init__(self, kind: NodeKind, move_s: float, drain_s: float) -> None:
         self.kind, self._move_s, self._drain_s = kind, move_s, drain_s
         self.wanted: int | None = None
-        self.provided: int | None = None
         self._leaving: dict[NodeId, _Leaving] = {}
         self._ordered: NodesWanted | None = None
 

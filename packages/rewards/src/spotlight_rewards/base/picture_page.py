@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -199,24 +200,31 @@ def _draw_block(
 
 def _wrap(text: str, width: int, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> list[str]:
     """Break a caption into at most three lines of ``width`` pixels."""
-    lines = [""]
-    for word in text.split():
-        longer = f"{lines[-1]} {word}".strip()
-        if font.getlength(longer) <= width:
-            lines[-1] = longer
-            continue
-        if lines[-1]:
-            lines.append("")
-        for character in word:
-            if font.getlength(lines[-1] + character) > width and lines[-1]:
-                lines.append("")
-            lines[-1] += character
+    lines = list(islice(_lines(text, width, font), _CAPTION_LINES + 1))
     if len(lines) > _CAPTION_LINES:
         kept = lines[_CAPTION_LINES - 1]
         while kept and font.getlength(f"{kept}...") > width:
             kept = kept[:-1]
         lines = [*lines[: _CAPTION_LINES - 1], f"{kept.rstrip()}..."]
     return lines
+
+
+def _lines(text: str, width: int, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> Iterator[str]:
+    line = ""
+    for word in text.split():
+        longer = f"{line} {word}".strip()
+        if font.getlength(longer) <= width:
+            line = longer
+            continue
+        if line:
+            yield line
+        line = ""
+        for character in word:
+            if line and font.getlength(line + character) > width:
+                yield line
+                line = ""
+            line += character
+    yield line
 
 
 def as_png(image: Image.Image) -> bytes:

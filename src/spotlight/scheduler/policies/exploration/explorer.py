@@ -9,7 +9,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict
 from typing import cast
 
@@ -22,12 +22,7 @@ from spotlight.scheduler.policies.exploration.bandit import Arm, DiscountedUCB, 
 from spotlight.scheduler.policies.exploration.budget import Forecast, IterationSeconds, WindowSeen
 from spotlight.scheduler.policies.exploration.contrast import contrast
 from spotlight.scheduler.policies.exploration.fidelity import fidelity
-from spotlight.scheduler.policies.exploration.planner import (
-    ArmOutcome,
-    PlanContext,
-    Planner,
-    fixed,
-)
+from spotlight.scheduler.policies.exploration.planner import Planner, fixed
 from spotlight.scheduler.policies.exploration.window import Choice, ExploredGroup, Window, choose, flat
 from spotlight.scheduler.policy import Policy
 from spotlight.scheduler.records import REWARD
@@ -45,7 +40,8 @@ class Explorer:
     Attributes:
         planner: decides how much to explore; None: the same in every iteration.
         window: open while previews are made.
-        groups: chosen seeds for the iteration that trains next, by slot.
+        groups: chosen seeds for the iteration that trains next, by slot, some with a spare prompt; absent
+            slots take fresh seeds.
         report: JSON-able report on ``groups``, without the open window.
     """
 
@@ -92,13 +88,11 @@ class Explorer:
         if planner is None:
             decision = fixed(arms_of(self._plan)[0], iteration)
         else:
-            decision = planner.decide(PlanContext(iteration, len(explored), workers))
+            decision = planner.decide(iteration, len(explored), workers)
         self._planned = list(prompts)
         self._decided = {"iteration": iteration, "decision": dict(decision.metrics)}
-        self.window = self._new_window(iteration)
-        self.window.arm, self.window.version, self.window.workers = decision.arm, version, workers
-        self.window.opened_s = self.window.scored_s = now
-        self.window.prompts = explored
+        work = Work(self._owner)
+        self.window = Window(iteration, decision.arm, version, now, workers, explored, work, scored_s=now)
         return self.window
 
     def spare(self, slot: int) -> tuple[int, Prompt] | None:
@@ -167,18 +161,6 @@ class Explorer:
 
     # -- the groups that were chosen -------------------------------------------------------------------
 
-    @property
-    def seeds(self) -> Mapping[int, tuple[int, ...]]:
-        """Chosen seeds by slot; absent slots take fresh seeds."""
-        return {slot: group.seeds for slot, group in self.groups.items()}
-
-    def prompts(self, planned: Iterable[Prompt]) -> list[Prompt]:
-        """The prompts by slot, spare ones in place."""
-        return [
-            self._prompts[self.groups[slot].prompt] if slot in self.groups else prompt
-            for slot, prompt in enumerate(planned)
-        ]
-
     def explored_beside(self, slot: int, seeds: Set[int]) -> tuple[Mapping[str, float], ...]:
         """Preview scores that a slot's samples at ``seeds`` are compared with: of its other seeds.
 
@@ -222,7 +204,7 @@ class Explorer:
         arm = Arm.parse(str(report["arm"])) if report["arm"] is not None else None
         prompts = cast("int", section(report, "window")["prompts"])
         if self.planner is not None:
-            self.planner.learn(ArmOutcome(arm, gained, len(self.groups), prompts))
+            self.planner.learn(arm, gained, len(self.groups), prompts)
         report["staleness"] = version - cast("int", report.pop("version"))
         report["contrast"] = dict(gained.as_metrics()) if gained is not None else {}
         report["fidelity"] = {name: dict(one.as_metrics()) for name, one in ranked.items()}

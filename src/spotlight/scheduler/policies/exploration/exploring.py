@@ -153,11 +153,12 @@ class Exploration(Policy):
 
     def groups(self, iteration: int, planned: Sequence[GroupPlan]) -> list[GroupPlan]:
         """See :class:`Policy`."""
-        prompts = self.explorer.prompts(group.prompt for group in planned)
-        seeds = self.explorer.seeds
+        chosen = self.explorer.groups
         return [
-            GroupPlan(prompt, self._mixed(iteration, seeds[slot]) if slot in seeds else planned[slot].seeds)
-            for slot, prompt in enumerate(prompts)
+            GroupPlan(self.work.prompts[chosen[slot].prompt], self._mixed(iteration, chosen[slot].seeds))
+            if slot in chosen
+            else group
+            for slot, group in enumerate(planned)
         ]
 
     def _mixed(self, iteration: int, seeds: Sequence[int]) -> tuple[int, ...]:
@@ -167,11 +168,12 @@ class Exploration(Policy):
 
     def take(self, rollout: Rollout) -> Begun | None:
         """A preview that is this rollout."""
-        sample = self.kept.take(rollout)
-        if sample is None:
+        taken = self.kept.take(rollout)
+        if taken is None:
             return None
-        self.work.effects.append(KeepPreview(sample.preview, rollout, sample.scores))
-        return Begun(rollout, sample.maker, sample.scores)
+        keep, maker = taken
+        self.work.effects.append(keep)
+        return Begun(rollout, maker, keep.scores)
 
     def issued(self) -> None:
         """See :class:`Policy`."""
@@ -231,15 +233,6 @@ class Exploration(Policy):
 # -- previews that are rollouts already, and are not made again --------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class KeptSample:
-    """A preview's sample and scores; ``maker`` names the preview."""
-
-    preview: RolloutId
-    maker: Maker
-    scores: Mapping[str, float]
-
-
 @dataclass(slots=True)
 class KeptPreviews:
     """See the module's docstring. Between two events it holds nothing.
@@ -263,15 +256,15 @@ class KeptPreviews:
         self._offered = {(one.prompt_id, one.seed): one for one in scored if self.wants(one)}
         self._window, self.kept = closed, 0
 
-    def take(self, rollout: Rollout) -> KeptSample | None:
-        """The sample of this rollout, if it was made as a preview."""
+    def take(self, rollout: Rollout) -> tuple[KeepPreview, Maker] | None:
+        """Keeps the sample of this rollout, if it was made as a preview; and who made it."""
         preview = self._offered.get((rollout.prompt_id, rollout.seed))
         if preview is None or rollout.purpose is not Purpose.TRAIN or preview.version != rollout.version:
             return None
         del self._offered[rollout.prompt_id, rollout.seed]
         self.kept += 1
         maker = self._window.work.makers[preview.id]._replace(preview=preview.id)
-        return KeptSample(preview.id, maker, self._window.work.scores[preview.id])
+        return KeepPreview(preview.id, rollout, self._window.work.scores[preview.id]), maker
 
     def report(self) -> dict[str, object]:
         """JSON-able: how many rollouts were not made again; empty where none can be kept."""

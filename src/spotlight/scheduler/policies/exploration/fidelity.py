@@ -13,6 +13,8 @@ whole pool:
 from __future__ import annotations
 
 import math
+import statistics
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
@@ -26,7 +28,10 @@ def kendall_tau(x: Sequence[float], y: Sequence[float]) -> float | None:
 
 def spearman_rho(x: Sequence[float], y: Sequence[float]) -> float | None:
     """Spearman's rho, ties at their mean rank; None if either side is constant."""
-    return _pearson(_ranks(x), _ranks(y))
+    try:
+        return statistics.correlation(_ranks(x), _ranks(y))
+    except statistics.StatisticsError:
+        return None
 
 
 def hit_rate(previews: Sequence[float], realised: Sequence[float], count: int, *, top: bool) -> float:
@@ -130,26 +135,8 @@ def _tau_b(pairs: Sequence[tuple[tuple[int, int], float]]) -> float | None:
 
 def _ranks(values: Sequence[float]) -> list[float]:
     """Ascending from 1; ties share their mean rank."""
-    order = sorted(range(len(values)), key=lambda place: values[place])
-    ranks = [0.0] * len(values)
-    start = 0
-    while start < len(order):
-        end = start
-        while end < len(order) and values[order[end]] == values[order[start]]:
-            end += 1
-        for place in order[start:end]:
-            ranks[place] = (start + 1 + end) / 2
-        start = end
-    return ranks
-
-
-def _pearson(x: Sequence[float], y: Sequence[float]) -> float | None:
-    x_mean, y_mean = math.fsum(x) / len(x), math.fsum(y) / len(y)
-    sxx = math.fsum((a - x_mean) ** 2 for a in x)
-    syy = math.fsum((b - y_mean) ** 2 for b in y)
-    if not sxx or not syy:
-        return None
-    return math.fsum((a - x_mean) * (b - y_mean) for a, b in zip(x, y, strict=True)) / math.sqrt(sxx * syy)
+    ordered = sorted(values)
+    return [(bisect_left(ordered, value) + 1 + bisect_right(ordered, value)) / 2 for value in values]
 
 
 def _membership(values: Sequence[float], count: int, top: bool) -> list[float]:

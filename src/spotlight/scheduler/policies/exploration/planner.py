@@ -25,48 +25,16 @@ _NO_CONTRAST = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
-class PlanContext:
-    """What is known when a window opens.
-
-    Attributes:
-        prompts: number of prompts to explore.
-        workers: number of workers that could explore now.
-    """
-
-    iteration: int
-    prompts: int
-    workers: int
-
-
-@dataclass(frozen=True, slots=True)
 class Decision:
     """An arm, or None for random seeds; ``metrics`` is a JSON-able explanation."""
 
     arm: Arm | None
-    why: str
     metrics: Mapping[str, object]
-
-
-@dataclass(frozen=True, slots=True)
-class ArmOutcome:
-    """Outcome of an iteration's exploration.
-
-    Attributes:
-        arm: None: none was played.
-        contrast: None: not measurable.
-        chosen: groups, out of ``prompts`` explored, whose seeds were selected by previews.
-    """
-
-    arm: Arm | None
-    contrast: Contrast | None
-    chosen: int
-    prompts: int
 
 
 def fixed(arm: Arm, iteration: int) -> Decision:
     """Without a planner, the only arm there is."""
-    why = "the only arm"
-    return Decision(arm, why, {"iteration": iteration, "chosen": arm.name, "why": why})
+    return Decision(arm, {"iteration": iteration, "chosen": arm.name, "why": "the only arm"})
 
 
 @dataclass(slots=True)
@@ -98,14 +66,18 @@ class Planner:
     _unit: DecayedMean = field(default_factory=DecayedMean)
     _awaited: Arm | None = None
 
-    def decide(self, context: PlanContext) -> Decision:
-        """Choose the arm of a window that opens now."""
-        capacity = self.forecast.capacity(context.workers)
-        costs, prompts = self.forecast.costs, context.prompts
+    def decide(self, iteration: int, prompts: int, workers: int) -> Decision:
+        """Choose the arm of a window that opens now.
+
+        Args:
+            prompts: number of prompts to explore.
+            workers: number of workers that could explore now.
+        """
+        capacity, costs = self.forecast.capacity(workers), self.forecast.costs
         work_s = {arm: costs.work_s(arm.steps, prompts * arm.seeds_per_prompt) for arm in self.bandit.arms}
         fits = {arm for arm in self.bandit.arms if self._fits(work_s[arm], capacity)}
         estimates = self.bandit.estimates()
-        rates = self._rates(context, estimates)
+        rates = self._rates(prompts, workers, estimates)
         cheapest = min(self.bandit.arms, key=lambda arm: (work_s[arm], arm))
         arm: Arm | None
         if self.limited and capacity.cautious_s is None:
@@ -129,9 +101,9 @@ class Planner:
             for one in self.bandit.arms
         }
         self._awaited = arm
-        metrics: dict[str, object] = {"iteration": context.iteration, "chosen": arm and arm.name, "why": why}
+        metrics: dict[str, object] = {"iteration": iteration, "chosen": arm and arm.name, "why": why}
         metrics |= {"random_per_s": rates[None]} if rates else {}
-        return Decision(arm, why, metrics | {"capacity": capacity.as_metrics(), "arms": arms})
+        return Decision(arm, metrics | {"capacity": capacity.as_metrics(), "arms": arms})
 
     def observe(self, seen: WindowSeen) -> None:
         """Learn from a window's length and throughput."""
@@ -144,23 +116,29 @@ class Planner:
         if self.seconds is not None:
             self.seconds.learn_rest(arm, rest_s)
 
-    def learn(self, outcome: ArmOutcome) -> None:
-        """Learn from the regenerated groups, once per iteration."""
-        if outcome.arm is None:
+    def learn(self, arm: Arm | None, contrast: Contrast | None, chosen: int, prompts: int) -> None:
+        """Learn from the regenerated groups, once per iteration.
+
+        Args:
+            arm: None: none was played.
+            contrast: None: not measurable.
+            chosen: groups, out of ``prompts`` explored, whose seeds were selected by previews.
+        """
+        if arm is None:
             if self.seconds is not None:
                 self.bandit.forget()  # so that what did not pay is tried again
             return
-        self._awaited = None if self._awaited == outcome.arm else self._awaited
-        if outcome.contrast is None:
-            self.bandit.learn(outcome.arm, 0.0)
+        self._awaited = None if self._awaited == arm else self._awaited
+        if contrast is None:
+            self.bandit.learn(arm, 0.0)
             return
-        unit = outcome.contrast.random if self._unit.mean is None else self._unit.mean
-        if outcome.contrast.random > _NO_CONTRAST:
+        unit = contrast.random if self._unit.mean is None else self._unit.mean
+        if contrast.random > _NO_CONTRAST:
             self._unit.forget(self.bandit.discount)
-            self._unit.add(outcome.contrast.random)
+            self._unit.add(contrast.random)
         # Groups that lost samples count like the others: that is not the arm's fault.
-        share = outcome.chosen / outcome.prompts
-        self.bandit.learn(outcome.arm, share * outcome.contrast.gain / unit if unit > _NO_CONTRAST else 0.0)
+        share = chosen / prompts
+        self.bandit.learn(arm, share * contrast.gain / unit if unit > _NO_CONTRAST else 0.0)
 
     def snapshot(self) -> dict[str, object]:
         """JSON-able state."""
@@ -183,12 +161,14 @@ class Planner:
         arm = None if awaited is None else Arm.parse(str(awaited))
         self._awaited = arm if arm in self.bandit.arms else None  # the configured grid may have changed
 
-    def _rates(self, context: PlanContext, estimates: Mapping[Arm, ArmEstimate]) -> dict[Arm | None, float]:
+    def _rates(
+        self, prompts: int, workers: int, estimates: Mapping[Arm, ArmEstimate]
+    ) -> dict[Arm | None, float]:
         """Contrast per second by arm, None for random seeds; empty where seconds are free or not known."""
         if self.seconds is None:
             return {}
         arms: tuple[Arm | None, ...] = (None, *self.bandit.arms)
-        seconds = {arm: self.seconds.of(arm, context.prompts, context.workers) for arm in arms}
+        seconds = {arm: self.seconds.of(arm, prompts, workers) for arm in arms}
         brings = {arm: 1.0 if arm is None else max(0.0, 1 + estimates[arm].index) for arm in arms}
         known = {arm: brings[arm] / taken for arm, taken in seconds.items() if taken}
         return known if len(known) == len(arms) else {}

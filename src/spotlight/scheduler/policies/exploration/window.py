@@ -213,13 +213,13 @@ def choose(window: Window, explores: ExplorationConfig, group_size: int, slots: 
     groups = {slot: _group(window, slot, selection) for slot, selection in found.items() if selection.seeds}
     contrasts = [group.pool_variance[REWARD] for group in groups.values()]
     spares = [slot for slot in groups if slot >= slots]
-    empty = [
-        slot for slot in range(slots) if slot in found and _has(found, slot, SelectionVerdict.NO_CONTRAST)
-    ]
+    empty = sorted(
+        slot for slot, each in found.items() if slot < slots and each.verdict is SelectionVerdict.NO_CONTRAST
+    )
     taken = dict(zip(empty, spares, strict=False))
     kept = {slot: group for slot, group in groups.items() if slot < slots}
     kept |= {slot: groups[spare] for slot, spare in taken.items()}
-    decided = [slot for slot in found if not _has(found, slot, SelectionVerdict.TOO_FEW)]
+    decided = [slot for slot, each in found.items() if each.verdict is not SelectionVerdict.TOO_FEW]
     return Choice(
         groups=kept,
         used=tuple(name for slot in decided for name in window.pool(slot)),
@@ -228,10 +228,6 @@ def choose(window: Window, explores: ExplorationConfig, group_size: int, slots: 
         pool_contrast=math.fsum(contrasts) / len(contrasts) if contrasts else None,
         pool_size=sum(group.pool for group in groups.values()) / len(groups) if groups else None,
     )
-
-
-def _has(found: Mapping[int, Selection], slot: int, verdict: SelectionVerdict) -> bool:
-    return found[slot].verdict is verdict
 
 
 def _select(

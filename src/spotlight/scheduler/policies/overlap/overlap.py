@@ -7,7 +7,7 @@ advantages in every schedule.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
 
 from spotlight.config.section import Section
@@ -39,7 +39,7 @@ class Overlap(Policy):
             current.rollouts[members[0]].prompt_id,
             members,
             current.scores,
-            lambda rollout: rollout not in current.unscored,
+            current.unscored,
             partial(self._others, slot),
         )
 
@@ -60,27 +60,27 @@ def slices(
     prompt: PromptId,
     members: Sequence[RolloutId],
     scores: Mapping[RolloutId, Scores],
-    resolved: Callable[[RolloutId], bool],
+    unscored: Set[RolloutId],
     explored: Callable[[Sequence[RolloutId]], Sequence[Scores]],
 ) -> Iterator[Part]:
     """The slices of a group that are complete, in order.
 
     Args:
-        resolved: whether a member is scored or dropped.
+        unscored: members neither scored nor dropped yet.
         explored: preview scores of the prompt at seeds other than those of the given members.
     """
     baseline = Baseline(pipeline.baseline) if pipeline.axis == "generation" else Baseline.GROUP
     if baseline is Baseline.EXPLORATION and len(explored(members[: pipeline.slice_size])) < COMPARED_MIN:
         baseline = Baseline.GROUP
     if baseline is Baseline.GROUP:
-        yield from whole_group(slot, prompt, members, scores, resolved)
+        yield from whole_group(slot, prompt, members, scores, unscored)
         return
     seen: list[RolloutId] = []
     arrived: list[RolloutId] = []
     sliced = 0
     for start in range(0, len(members), pipeline.slice_size):
         chunk = members[start : start + pipeline.slice_size]
-        if not all(resolved(member) for member in chunk):
+        if not unscored.isdisjoint(chunk):
             return
         sliced += len(chunk)
         arrived += [member for member in chunk if member in scores]

@@ -43,10 +43,9 @@ class OnDemand(FleetPolicy):
         """See :class:`FleetPolicy`."""
         match event:
             case ev.NodesProvided(NodeKind.ON_DEMAND, nodes, wanted):
-                first, self.supply.provided = self.supply.provided is None, nodes
-                if first and nodes:  # taken by a head that was killed
-                    self._taken_s = fleet.now
-                    self.supply.wanted = 1
+                if self.supply.wanted is None:
+                    self.supply.wanted = min(nodes, 1)
+                    self._taken_s = fleet.now if nodes else None  # by a head that was killed
                 self._failed = self._taken_s is not None and bool(wanted) and not nodes
 
     def place(self, fleet: Fleet) -> None:
@@ -55,9 +54,9 @@ class OnDemand(FleetPolicy):
         waits = sum(places.target.values()) < self._ranks_min
         self._waits_since_s = _since(self._waits_since_s, waits, now)
         self._room_since_s = _since(self._room_since_s, places.spot_room, now)
-        if supply.provided is None:
+        if supply.wanted is None:
             return
-        wanted, why = supply.wanted or 0, ""
+        wanted, why = supply.wanted, ""
         there = fleet.kind(NodeKind.ON_DEMAND)
         if any(machine.ranks for machine in there):
             self._taken_s, self._pause_s = None, 0.0

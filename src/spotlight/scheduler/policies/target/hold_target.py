@@ -63,14 +63,11 @@ class HoldTarget(FleetPolicy):
     def observe(self, event: ev.Event, fleet: Fleet) -> None:
         """See :class:`FleetPolicy`."""
         match event:
-            case ev.NodesProvided(NodeKind.SPOT, nodes):
-                first, self.supply.provided = self.supply.provided is None, nodes
-                if first:
-                    self._reported_s = fleet.now
-                    self.supply.wanted = self.settings.clipped(
-                        nodes if self._recalled is None else self._recalled
-                    )
-                    self.meter.begin(fleet.now, self.supply.wanted)
+            case ev.NodesProvided(NodeKind.SPOT, nodes) if self.supply.wanted is None:
+                self._reported_s = fleet.now
+                wanted = nodes if self._recalled is None else self._recalled
+                self.supply.wanted = self.settings.clipped(wanted)
+                self.meter.begin(fleet.now, self.supply.wanted)
             case ev.IterationBilled():
                 self._iterated(event, fleet)
 
