@@ -170,8 +170,8 @@ def read_models(module: str) -> tuple[Mapping[str, PublishedModel], Sequence[Tin
 def dimensions(
     files: PipelineFiles,
     *,
-    patch_px: int,
-    vae_width: int,
+    patch_px: int | None = None,
+    vae_width: int | None = None,
     layers: Sequence[str] = ("num_layers",),
     latents: str = "in_channels",
     latents_per_token: int = 1,
@@ -182,6 +182,8 @@ def dimensions(
     """By the usual keys of a transformer's ``config.json``. Raises :class:`ModelError`.
 
     Args:
+        patch_px: default: two latents of a VAE that has blocks.
+        vae_width: default: that of its blocks.
         layers: keys of the numbers of blocks, which are added up.
         latents: key of the number of channels of latents.
         latents_per_token: latents that the transformer itself makes a token of.
@@ -190,6 +192,9 @@ def dimensions(
         config_integer(files, "transformer", key)
         for key in ("num_attention_heads", "attention_head_dim", latents)
     )
+    if patch_px is None or vae_width is None:
+        latent_px, outermost = block_widths(files)
+        patch_px, vae_width = patch_px or 2 * latent_px, vae_width or outermost
     return Dimensions(
         layers=sum(config_integer(files, "transformer", key) for key in layers),
         width=heads * per_head,

@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Literal, TypeAlias
 
 import torch
@@ -210,14 +210,10 @@ class LoraSlots(WeightSlots):
         self._refresh_copies(slot)
         self.active = slot
         try:
-            if slot not in self._adapters:
-                peft_layers.activate(self._layers, None)
-                yield self._module
-            elif merged and self._mergeable():
-                with peft_layers.merged(self._layers, slot):
-                    yield self._module
-            else:
-                peft_layers.activate(self._layers, slot)
+            adapter = slot if slot in self._adapters else None
+            peft_layers.activate(self._layers, adapter)
+            whole = merged and adapter is not None and self._mergeable()
+            with peft_layers.merged(self._layers, slot) if whole else nullcontext():
                 yield self._module
         finally:
             self.active = "policy"
@@ -285,11 +281,9 @@ class LoraSlots(WeightSlots):
         if not adapter:
             return state
         for layer in self._layers:
-            base = state[f"{layer}.weight"]
-            a, b = adapter[f"{layer}.lora_A.weight"], adapter[f"{layer}.lora_B.weight"]
-            delta = (b @ a) * (self.spec.alpha / self.spec.rank)
-            exact = base.float() + delta
             name = f"{layer}.weight"
+            base, a, b = state[name], adapter[f"{layer}.lora_A.weight"], adapter[f"{layer}.lora_B.weight"]
+            exact = base.float() + (b @ a) * (self.spec.alpha / self.spec.rank)
             state[name] = exact.to(base.dtype) if rounding is None else rounding.round(name, exact, base)
         return state
 

@@ -70,11 +70,6 @@ def call_pipeline(pipe: Any, family: ModelFamily, latents: torch.Tensor, setting
     return np.asarray(pictures)[:, None]
 
 
-def load_pipeline(directory: Path) -> Any:
-    """What plain diffusers loads from a pipeline directory."""
-    return diffusers.DiffusionPipeline.from_pretrained(directory)
-
-
 def call_video_pipeline(
     pipe: Any, family: ModelFamily, latents: torch.Tensor, setting: Setting
 ) -> np.ndarray:
@@ -125,7 +120,7 @@ class FamilyCase:
     settings: Sequence[Setting]
     max_text_tokens: int = 64
     call: Callable[[Any, ModelFamily, torch.Tensor, Setting], np.ndarray] = call_pipeline
-    load: Callable[[Path], Any] = load_pipeline
+    load: Callable[[Path], Any] = diffusers.DiffusionPipeline.from_pretrained
     unused: str = "^$"
     first: tuple[int, ...] = (0,)
     wide: Mapping[str, object] = field(default_factory=dict)

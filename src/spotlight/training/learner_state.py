@@ -15,7 +15,7 @@ import pickle
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from zipfile import BadZipFile
 
@@ -78,9 +78,7 @@ def save(directory: Path, slots: WeightSlots, optimizer: Optimizer, counters: Co
         if ranks.is_main:
             index = {
                 "format": FORMAT,
-                "steps": counters.steps,
-                "batches": counters.batches,
-                "samples": counters.samples,
+                **asdict(counters),
                 "optimizer_steps": _optimizer_steps(slots, optimizer),
                 "base": digest_of(slots.packed()),
                 "shapes": {name: list(tensor.shape) for name, tensor in tensors.items()},
@@ -152,7 +150,7 @@ def digest(slots: WeightSlots, optimizer: Optimizer, counters: Counters) -> str:
 
     Gathers sharded tensors, so every rank must call this; all get the same result.
     """
-    counted = [counters.steps, counters.batches, counters.samples, _optimizer_steps(slots, optimizer)]
+    counted = [*astuple(counters), _optimizer_steps(slots, optimizer)]
     total = hashlib.sha256(json.dumps(counted, sort_keys=True).encode())
     for name, tensor in sorted(_tensors(slots, optimizer).items()):
         full = whole(tensor)

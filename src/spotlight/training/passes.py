@@ -112,6 +112,7 @@ class TrainingPasses:
         self._setting, self._budget_bytes = per_pass, budget_bytes
         self._parameters, self._reserve, self._around_trial = parameters, reserve, trial
         self._recomputation = recomputation
+        self._blocks = 0 if recomputation is None else recomputation.blocks
         self._levels: dict[tuple[Shape, int], int] = {}
         self._level = 0
         self.memory = PassMemory()
@@ -125,8 +126,8 @@ class TrainingPasses:
         if self._recomputation is not None:
             # Prompts are of other lengths on each rank: what one has measured, another may not have.
             if not self._least(int(key in self._levels)):
-                self._climb(bound, least, self._recomputation.blocks)
-            if self._setting == "auto" and self._least(self._levels[key]) < self._top:
+                self._climb(bound, least)
+            if self._setting == "auto" and self._least(self._levels[key]) < 2 * self._blocks:
                 return least
         if self._setting != "auto":
             return least
@@ -181,7 +182,7 @@ class TrainingPasses:
     @property
     def recompute_level(self) -> float | None:
         """Level of the last pass over the number of blocks; None: it is given."""
-        return None if self._recomputation is None else self._level / self._recomputation.blocks
+        return None if self._recomputation is None else self._level / self._blocks
 
     # -- one pass --------------------------------------------------------------------------------------
 
@@ -195,14 +196,10 @@ class TrainingPasses:
             columns.append(old.view(len(timesteps), bound.samples))
         return torch.cat(columns).T
 
-    @property
-    def _top(self) -> int:
-        return 0 if self._recomputation is None else 2 * self._recomputation.blocks
-
     def _backward(self, bound: Bound, timesteps: range, scale: float) -> LossTerms:
         if self._recomputation is not None:
             self._level = self._levels.get(bound.key, 0)
-            self._recomputation.use(modes_at(self._level, self._recomputation.blocks))
+            self._recomputation.use(modes_at(self._level, self._blocks))
         terms = self._algorithm.loss(*bound.rows(timesteps))
         _require_fitting(terms, bound.samples * len(timesteps), self._algorithm.name)
         (terms.per_sample.sum() * scale).backward()  # type: ignore[no-untyped-call]
@@ -258,8 +255,8 @@ class TrainingPasses:
 
     # -- what fits -------------------------------------------------------------------------------------
 
-    def _climb(self, bound: Bound, per_pass: int, blocks: int) -> None:
-        key, climb = bound.key, Climb(blocks, self._top)
+    def _climb(self, bound: Bound, per_pass: int) -> None:
+        key, climb = bound.key, Climb(self._blocks, 2 * self._blocks)
         while (level := self._least(climb.next(self._budget()))) != climb.level:
             self._levels[key] = level
             climb = climb.after(level, self._measured(bound, per_pass))
@@ -267,7 +264,7 @@ class TrainingPasses:
         _log.info("passes of %d rows: %s", bound.samples * per_pass, self._said(level))
 
     def _said(self, level: int) -> str:
-        modes = modes_at(level, self._top // 2)
+        modes = modes_at(level, self._blocks)
         return ", ".join(f"{modes.count(mode)} blocks recompute {mode}" for mode in sorted({*modes}))
 
     def _try(self, bound: Bound, per_pass: int) -> None:

@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any, Literal, Protocol, cast, runtime_checkable
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -41,12 +41,6 @@ from spotlight.training.sharding import blocks_of
 from spotlight_files.model_errors import ModelError
 
 Mode = Literal["none", "elementwise", "blocks"]
-RunBlock = Callable[..., Any]
-
-
-@runtime_checkable
-class _Checkpointable(Protocol):
-    def enable_gradient_checkpointing(self, gradient_checkpointing_func: RunBlock) -> None: ...
 
 
 def modes_of(setting: Mode | int, blocks: int) -> list[Mode]:
@@ -87,12 +81,12 @@ class Recomputation:
         self._modes: dict[nn.Module, Mode] = {}
         self._narrow = largest_rank(module)
         for part in parts:
-            if not isinstance(part, _Checkpointable):
+            if not hasattr(part, "enable_gradient_checkpointing"):
                 raise ModelError(
                     f"{type(part).__name__} cannot recompute activations (no enable_gradient_checkpointing): "
                     "set learner.recompute to none"
                 )
-            part.enable_gradient_checkpointing(cast(RunBlock, self._run))
+            cast(Any, part).enable_gradient_checkpointing(self._run)
 
     @property
     def blocks(self) -> int:

@@ -142,7 +142,7 @@ class AlgorithmSection(Section):
     advantage: AdvantageConfig = AdvantageConfig()
     """From rewards to advantages."""
     train_timesteps: PositiveInt | None = None
-    """Trained timesteps per sample; default: all stochastic steps of its rollout."""
+    """Trained timesteps per sample, drawn from the stochastic steps of its rollout; default: all of them."""
     train_samples: Annotated[int, Field(ge=2)] | None = None
     """Samples trained of each group's ``rollout.group_size``; default: all. The others are generated and
     scored to choose from (PODS, arXiv 2504.13818).
@@ -252,8 +252,6 @@ class FlowGRPOConfig(AlgorithmSection):
     """Denominator of the ratio. ``recompute``: the weights before the batch; ``stop_gradient``: this pass's
     own value; ``rollout``: as stored by the rollout.
     """
-    train_timesteps: PositiveInt | None = None
-    """Trained steps per sample, drawn from its stochastic steps; default: all of them."""
     step_weights: Literal["equal", "noise"] = "equal"
     """Weights of the steps in the clipped term: ``noise`` is that of their kicks, with mean 1
     (TempFlow-GRPO, arXiv 2508.04324); only without an SDE window.
@@ -379,8 +377,6 @@ class GRPOGuardConfig(BatchStartSection):
     """Selects this algorithm."""
     clip_range: Annotated[float, Field(gt=0, lt=1)] = 2e-6
     """Ratio clip."""
-    train_timesteps: PositiveInt | None = None
-    """Trained steps per sample, drawn from its stochastic steps; default: all of them."""
 
 
 class AWMConfig(ForwardProcessSection):

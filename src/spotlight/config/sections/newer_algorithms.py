@@ -30,8 +30,6 @@ class FlowDPPOConfig(BatchStartSection):
     """A step whose policy is further from the one before the batch is not pushed further: KL divergence of
     its kick, a mean over the latent.
     """
-    train_timesteps: PositiveInt | None = None
-    """Trained steps per sample, drawn from its stochastic steps; default: all of them."""
 
 
 def _together(run: RunConfig) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from spotlight.models.family import ConditionBatch, MediaSize
-from spotlight.models.family_facts import ActivationCosts, Dimensions, block_widths, dimensions, read_models
+from spotlight.models.family_facts import ActivationCosts, Dimensions, dimensions, read_models
 from spotlight.models.shared.checks import require_even_split
 from spotlight.models.shared.image_vae import ScaledVaeFamily
 from spotlight_files.lora_names import FLUX
@@ -52,9 +52,7 @@ class Flux(ScaledVaeFamily):
 
     @classmethod
     def read_dimensions(cls, files: PipelineFiles) -> Dimensions:
-        px, vae_width = block_widths(files)
-        blocks = ("num_layers", "num_single_layers")
-        return dimensions(files, layers=blocks, patch_px=2 * px, vae_width=vae_width)
+        return dimensions(files, layers=("num_layers", "num_single_layers"))
 
     @classmethod
     def check_split(cls, degree: int, tokens: int, text_tokens: int) -> None:

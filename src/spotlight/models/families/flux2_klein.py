@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from spotlight.models.family import ConditionBatch, MediaSize, ModelError, ModelFamily, pack, unpack
-from spotlight.models.family_facts import ActivationCosts, Dimensions, block_widths, dimensions, read_models
+from spotlight.models.family_facts import ActivationCosts, Dimensions, dimensions, read_models
 from spotlight.models.shared.checks import require_even_split
 from spotlight_files.lora_names import FLUX2
 from spotlight_files.pipeline_files import PipelineComponent, PipelineFiles
@@ -58,9 +58,7 @@ class Flux2Klein(ModelFamily):
 
     @classmethod
     def read_dimensions(cls, files: PipelineFiles) -> Dimensions:
-        px, vae_width = block_widths(files)
-        blocks = ("num_layers", "num_single_layers")
-        return dimensions(files, layers=blocks, patch_px=2 * px, vae_width=vae_width)
+        return dimensions(files, layers=("num_layers", "num_single_layers"))
 
     @classmethod
     def negative_argument(cls, prompt: str) -> str:

@@ -17,7 +17,6 @@ from spotlight.models.family import ConditionBatch, MediaSize, ModelFamily
 from spotlight.models.family_facts import (
     ActivationCosts,
     Dimensions,
-    block_widths,
     config_integer,
     dimensions,
     read_models,
@@ -69,7 +68,6 @@ class HunyuanVideo(ModelFamily):
             layers=("num_layers", "num_single_layers"),
             latents_per_token=4,
             patch_px=2 * config_integer(files, "vae", "spatial_compression_ratio"),
-            vae_width=block_widths(files)[1],
             frames_per_latent=config_integer(files, "vae", "temporal_compression_ratio"),
         )
 

@@ -26,7 +26,6 @@ from spotlight.models.family_facts import (
     ActivationCosts,
     Dimensions,
     config_integer,
-    config_list,
     dimensions,
     read_models,
 )
@@ -79,7 +78,6 @@ class HunyuanVideo15(ModelFamily):
             files,
             latents="out_channels",
             patch_px=config_integer(files, "vae", "spatial_compression_ratio"),
-            vae_width=int(str(config_list(files, "vae", "block_out_channels")[0])),
             frames_per_latent=config_integer(files, "vae", "temporal_compression_ratio"),
         )
 

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from spotlight.models import peft_layers
 from spotlight_files.model_errors import ModelError
-
-if TYPE_CHECKING:
-    from spotlight_kernels.fuse import Fused
 
 log = logging.getLogger(__name__)
 
@@ -32,13 +28,6 @@ def missing(device: torch.device) -> str | None:
     except Exception as error:  # noqa: BLE001 - of Triton, or of the C compiler that it calls
         return f"Triton cannot make one run on this device: {error}"
     return None
-
-
-def fuse_blocks(module: nn.Module, device: torch.device) -> Fused:
-    """Fuse those blocks, in place, that can be on a device on which nothing is :func:`missing`."""
-    from spotlight_kernels.fuse import fuse
-
-    return fuse(module, device)
 
 
 def use_fused(module: nn.Module, device: torch.device, *, asked: bool) -> bool:
@@ -62,7 +51,9 @@ def use_fused(module: nn.Module, device: torch.device, *, asked: bool) -> bool:
             raise ModelError(f"model.kernels is 'fused', and {why}: set it to reference, or leave it out")
         log.warning("diffusers' own operators are used, which are slower (model.kernels): %s", why)
         return False
-    found = fuse_blocks(module, device)
+    from spotlight_kernels.fuse import fuse
+
+    found = fuse(module, device)
     blocks = [f"{count} {name}" for name, count in found.blocks.items()]
     log.info("fused operators: %s", ", ".join([*blocks, "layers with adapters"]))
     if asked and found.left and not found.blocks:

@@ -116,31 +116,25 @@ def load_transformers(
     """
     plain = quantize == "none" and not deferred
     own = weights is not None and weights.key == "model.path" and plain
-    parts = {name: _transformer(files, name, dtype, device, own, not plain) for name in names}
-    for part in parts.values():
+    parts: dict[str, Any] = {}
+    for name in names:
+        kind = component_type(files, name)
+        if own:
+            part = load_weights(kind, files, name, dtype, device)
+        else:
+            part = skeleton(kind, files.config(name), dtype, device, deferred=not plain)
         hold(part, quantize)
+        if weights is not None and weights.key != "model.path":
+            _check_config(part, weights.sources[name], weights.key)
+        if weights is not None and deferred:
+            check_files(part, weights.sources[name], weights.key)
+        parts[name] = part
     module: nn.Module = next(iter(parts.values())) if len(parts) == 1 else Experts(parts)
     if weights is None and not plain:
         allocate(module, device)
-    if weights is None or own:
-        return module
-    for name, part in denoisers(module).items():
-        if weights.key != "model.path":
-            _check_config(part, weights.sources[name], weights.key)
-        if deferred:
-            check_files(part, weights.sources[name], weights.key)
-    if not deferred:
+    if weights is not None and not own and not deferred:
         weights.read([module], device)
     return module
-
-
-def _transformer(
-    files: PipelineFiles, name: str, dtype: torch.dtype, device: torch.device, read: bool, deferred: bool
-) -> Any:
-    kind = component_type(files, name)
-    if read:
-        return load_weights(kind, files, name, dtype, device)
-    return skeleton(kind, files.config(name), dtype, device, deferred=deferred)
 
 
 def _check_config(module: Any, source: Path, key: str) -> None:

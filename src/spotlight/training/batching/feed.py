@@ -108,30 +108,20 @@ def sample_advantages(
         ValueError: not one comparison per group, ``advantage.std`` is unsuitable for a part, or scores are
             missing or not finite.
     """
-    if not effect.partial:
-        groups = [[_only(weights, effect.scores[name]) for name in group.rollouts] for group in effect.groups]
-        others = [[_only(weights, scores) for scores in each.others] for each in effect.comparisons]
-        scaled = advantages(groups, weights, config, others or None)
-        names = (name for group in effect.groups for name in group.rollouts)
-        return dict(zip(names, (value for values in scaled for value in values), strict=True))
-    return _part_advantages(effect, weights, config)
-
-
-def _part_advantages(
-    effect: PrepareBatch, weights: Mapping[str, float], config: AdvantageConfig
-) -> dict[RolloutId, float]:
     comparisons = effect.comparisons or (Comparison(),) * len(effect.groups)
     if len(comparisons) != len(effect.groups):
         raise ValueError(
             f"{len(effect.groups)} groups have {len(comparisons)} comparisons; expected one a group"
         )
-    found: dict[RolloutId, float] = {}
-    for group, comparison in zip(effect.groups, comparisons, strict=True):
-        rewards = [_only(weights, effect.scores[rollout]) for rollout in group.rollouts]
-        others = [_only(weights, scores) for scores in comparison.others]
-        values = _values(comparison.baseline, rewards, others, weights, config)
-        found |= dict(zip(group.rollouts, values, strict=True))
-    return found
+    rewards = [[_only(weights, effect.scores[name]) for name in group.rollouts] for group in effect.groups]
+    others = [[_only(weights, scores) for scores in each.others] for each in comparisons]
+    if effect.partial:
+        rows = zip(comparisons, rewards, others, strict=True)
+        scaled = [_values(each.baseline, mine, more, weights, config) for each, mine, more in rows]
+    else:
+        scaled = advantages(rewards, weights, config, others)
+    names = (name for group in effect.groups for name in group.rollouts)
+    return dict(zip(names, (value for values in scaled for value in values), strict=True))
 
 
 def _values(

@@ -76,11 +76,10 @@ def _smaller_forwards(config: RunConfig) -> Sequence[object]:
 
 def _smaller_micro_batches(config: RunConfig) -> Sequence[object]:
     """Divisors of an update's samples, and of its groups where the algorithm compares their members."""
-    learner = config.learner
-    samples = config.trained_samples // learner.updates_per_batch
+    samples = config.trained_samples // config.learner.updates_per_batch
     unit = config.trained_per_prompt if config.algorithm.compares_groups else 1
-    smaller = [n for n in range(unit, min(learner.micro_batch_size, samples), unit) if samples % n == 0]
-    return smaller[::-1]
+    most = min(config.learner.micro_batch_size, samples)
+    return [n for n in range(unit, most, unit) if samples % n == 0][::-1]
 
 
 def _more_recomputation(config: RunConfig) -> Sequence[object]:

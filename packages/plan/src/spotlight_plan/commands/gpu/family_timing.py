@@ -16,7 +16,7 @@ from spotlight.models import peft_layers
 from spotlight.models.condition import GRIDS, Condition, Guidance
 from spotlight.models.experts import denoisers
 from spotlight.models.family import ModelFamily
-from spotlight.models.kernels.fused import fuse_blocks, missing
+from spotlight.models.kernels.fused import missing
 from spotlight.models.media import MediaSize
 from spotlight.models.shared.flop_count import ForwardLog
 from spotlight.models.slots import LoraSlots
@@ -96,7 +96,9 @@ def _fuse(family: ModelFamily) -> tuple[Mapping[str, int], dict[str, str]]:
     classes = {type(block).__name__ for blocks in lists for block in blocks}
     if (why := missing(family.device)) is not None:
         return {}, dict.fromkeys(sorted(classes), why)
-    found = fuse_blocks(family.transformer, family.device)
+    from spotlight_kernels.fuse import fuse
+
+    found = fuse(family.transformer, family.device)
     unknown = classes - found.blocks.keys() - found.left.keys()
     return found.blocks, {**found.left, **dict.fromkeys(sorted(unknown), "no fused operators for it")}
 
