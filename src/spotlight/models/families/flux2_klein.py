@@ -104,16 +104,12 @@ class Flux2Klein(ModelFamily):
         return {"embeds": embeds[0]}
 
     def dynamic_shift(self, steps: int, size: MediaSize) -> dict[str, float]:
-        """``mu`` between that of 10 and of 200 steps, each linear in tokens; above 4300 tokens the latter."""
+        """The pipeline's own: between that of 10 and of 200 steps, each linear in tokens."""
+        from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
+
         if not self.scheduler.config.get("use_dynamic_shifting"):
             return {}
-        tokens = self.dimensions.tokens(size)
-        many = 0.00016927 * tokens + 0.45666666
-        if tokens > 4300:
-            return {"mu": many}
-        few = 8.73809524e-05 * tokens + 1.89833333
-        slope = (many - few) / 190.0
-        return {"mu": slope * steps + (many - 200.0 * slope)}
+        return {"mu": compute_empirical_mu(self.dimensions.tokens(size), steps)}
 
     def predict(
         self,
