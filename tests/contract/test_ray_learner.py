@@ -28,9 +28,10 @@ from spotlight.config.load import dump_config
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.effects import PrepareBatch
-from spotlight.scheduler.types import Baseline, Comparison, PolicyVersion, Rollout, RolloutId
+from spotlight.scheduler.types import Baseline, Comparison, PolicyVersion, Rollout, RolloutId, WorkerId
 from spotlight.store.run_directory import RunPaths
 from spotlight.training.learner import TrainingError
+from spotlight.worker.reports import Report, ReportedValue
 from spotlight_weights.bundle import WeightsManifest, read
 
 ray = pytest.importorskip("ray")
@@ -127,8 +128,8 @@ class Head:
             await asyncio.sleep(0.01)
 
     def keep(self, batch: Batch, mark: str = "the mark") -> dict[RolloutId, BlobAddress]:
-        for name, data in batch.packed.items():
-            ray.get(self.store.put.remote("sample", name, data, mark))
+        values = tuple(ReportedValue("sample", name, data) for name, data in batch.packed.items())
+        ray.get(self.store.deliver.remote(Report(WorkerId("w"), mark, values, ())))
         return {name: BlobAddress(name, mark) for name in batch.rollouts}
 
     async def ask(

@@ -209,7 +209,7 @@ def _work(arguments: list[str], signals: Sequence[At], answer: Path) -> None:
         with in_a_folder(config, observer.note) as config:
             result = driver_of(config)(config, observer)
         ended = {
-            "finished": result.summary is not None,
+            "finished": result.finished,
             "stopped": result.stopped,
             "error": result.error,
         }

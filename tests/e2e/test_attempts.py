@@ -16,6 +16,7 @@ from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.ledger_schema import Ending
 from spotlight.store.picture_names import TRAINING
 from spotlight.store.run_directory import RunPaths
+from spotlight.store.run_summary import read_summary
 from spotlight.store.store_errors import DamagedCheckpointError, LedgerError
 from spotlight.training.learner import Learner
 from spotlight_rewards.base.file_errors import StoreError
@@ -54,8 +55,8 @@ def test_an_extended_run_of_one_picture_forgets_the_undone_evaluation(job: Job) 
     paths = RunPaths(job.root / "extended-by-one")
     recorded = job.train("extended-by-one", *NFT, *one, "iterations=1")
     assert recorded.result is not None
-    assert recorded.result.summary is not None
-    assert recorded.result.summary.validation_stderr is None
+    assert recorded.result.finished
+    assert read_summary(paths.summary).validation_stderr is None
     assert drawn_iterations(paths) == [0, 1]
     assert drawn_iterations(paths, TRAINING) == [0]
     job.train("extended-by-one", *NFT, *one, "iterations=2")

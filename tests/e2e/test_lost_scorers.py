@@ -76,7 +76,7 @@ def test_killed_processes_cost_no_sample(job: Job) -> None:
         over.set()
         thread.join()
     assert recorded.result is not None
-    assert recorded.result.summary is not None
+    assert recorded.result.finished
     assert len(killed) >= 2
     report = clean_audit(job.root / "killed-scorers", LIMITS)
     assert report.counts.trained == EVERY_SAMPLE

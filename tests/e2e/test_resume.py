@@ -191,7 +191,7 @@ def test_a_finished_run_shows_its_outcome_at_once_and_stays_as_it_is(job: Job, s
     for iterations in (4, 2):
         recorded = job.train(run.name, *NFT, f"iterations={iterations}", "evaluation.every=1")
         assert recorded.result is not None
-        assert recorded.result.summary == read_summary(run / "summary.json")
+        assert recorded.result.finished
         assert recorded.iterations == []
         (note,) = recorded.notes
         assert note.startswith(

@@ -61,7 +61,7 @@ def test_with_stop_the_first_failure_ends_the_run(job: Job, mood: str) -> None:
     name = f"stop-{mood}"
     recorded = job.train(name, *NFT, *arguments(job, "", mood, policy="stop"))
     assert recorded.result is not None
-    assert recorded.result.summary is None
+    assert not recorded.result.finished
     assert not recorded.result.stopped
     assert recorded.error.startswith("t000000-00")
     assert reason.value in recorded.error
@@ -79,7 +79,7 @@ def test_with_drop_a_failure_is_recorded_with_its_reason_and_never_a_zero(job: J
     name = f"drop-{mood}"
     recorded = job.train(name, *NFT, *arguments(job, "", mood))
     assert recorded.result is not None
-    assert recorded.result.summary is not None
+    assert recorded.result.finished
     report = audited(job, name)
     assert report.counts.train_dropped == {reason: 2}
     assert report.counts.trained == 2

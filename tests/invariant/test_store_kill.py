@@ -18,6 +18,7 @@ from pathlib import Path
 
 from spotlight.scheduler.records import CommitRejected
 from spotlight.store.checkpoints import CheckpointStore
+from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.sqlite_ledger import SqliteLedger
 from spotlight.store.manifest import CheckpointHeader
 
@@ -180,7 +181,7 @@ def kill_while_records_are_written(root: Path) -> None:
         with SqliteLedger(path) as ledger:
             assert safe <= ledger.position() <= safe + 3
             assert ledger.position() % 3 == 0
-            assert ledger.counts().rejected == ledger.position()
+            assert queries.counts(ledger.connection).rejected == ledger.position()
     connection = sqlite3.connect(path)
     assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
     ended = connection.execute("SELECT ended FROM attempts ORDER BY number").fetchall()

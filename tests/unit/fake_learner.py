@@ -12,7 +12,7 @@ from virtual_time import settle
 
 from spotlight.cluster.learner.learner_group import LearnerGroup
 from spotlight.cluster.learner.learner_rank import LearnerRank
-from spotlight.cluster.learner.life import Deadlines, RankHandle
+from spotlight.cluster.learner.life import Deadlines, RankActor
 from spotlight.cluster.remote_calls import AbandonedError
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler.types import MicroBatch
@@ -91,7 +91,7 @@ class FakeLauncher:
         answer = self.answers.get(method, self.answers.get(f"{method} {rank}"))
         return (MANIFEST if rank == 0 else None) if answer is None and method == "publish" else answer
 
-    async def start(self, life: int, beside: int | None = None) -> Sequence[RankHandle]:
+    async def start(self, life: int, beside: int | None = None) -> Sequence[RankActor]:
         self.beside.append(beside)
         self.started_at_s.append(asyncio.get_running_loop().time())
         if self.refuses > 0:
@@ -100,7 +100,7 @@ class FakeLauncher:
         self.lives.append([FakeRank(rank, life, self.answer) for rank in range(self.world)])
         return self.lives[-1]
 
-    async def end(self, ranks: Sequence[RankHandle], suspects: Sequence[int]) -> str:
+    async def end(self, ranks: Sequence[RankActor], suspects: Sequence[int]) -> str:
         for rank in ranks:
             assert isinstance(rank, FakeRank)
             rank.die()
@@ -109,7 +109,7 @@ class FakeLauncher:
     async def stayed(self, lives: Sequence[int]) -> list[int]:
         return [life for life in lives if life not in self.left]
 
-    def meeting_hosts(self, ranks: Sequence[RankHandle]) -> list[str]:
+    def meeting_hosts(self, ranks: Sequence[RankActor]) -> list[str]:
         return ["127.0.0.1"] * len(ranks)
 
     def nodes_of(self, life: int) -> Mapping[str, int]:

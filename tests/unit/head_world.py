@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from spotlight.scheduler import events as ev
 from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.records import REWARD
 from spotlight.scheduler.types import DropReason, Node, NodeId, NodeKind, Rollout, RolloutId
+from spotlight.store.ledger.ledger_schema import Incident
 from spotlight.store.run_directory import RunDirectory, RunPaths
 from spotlight.training.sharding import Ranks
 from spotlight.worker.interfaces import Command
@@ -340,7 +342,13 @@ class World:
         incidents = IncidentRecorder(accounts.clock, notes.note, recorder.ledger, self.controller.fleet)
         self.nodes = nodes = FakeNodes()
         pool = WorkerPool(
-            self.conversations, self, self.inbox.put, notes.note, incidents.worker_crashed, 5.0, 60.0
+            self.conversations,
+            self,
+            self.inbox.put,
+            notes.note,
+            partial(incidents.record, Incident.WORKER_CRASHED),
+            5.0,
+            60.0,
         )
         driver = LearnerDriver(
             self.controller, self.learner, PublishedVersions(client), self.conversations,  # type: ignore[arg-type]
@@ -443,4 +451,4 @@ def world(root: Path, *overrides: str) -> Iterator[World]:
             yield it
         finally:
             it.loop.close()
-        attempt.result = RunResult(directory.path, None, it.head.error, it.head.stopped)
+        attempt.result = RunResult(directory.path, it.head.error, it.head.stopped)

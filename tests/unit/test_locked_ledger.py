@@ -129,7 +129,7 @@ def test_a_second_signal_ends_the_wait_at_once_and_the_next_attempt_goes_on(tmp_
             if lock:
                 locks.enter_context(held(directory.ledger, WRITER))
                 write(it.recorder.ledger, history(1, iterations=1))
-            it.result = RunResult(directory.path, None, None, stopped=True)
+            it.result = RunResult(directory.path, stopped=True)
 
     with pytest.raises(KeyboardInterrupt):
         attempt(Interrupted(), lock=True)

@@ -27,7 +27,7 @@ class HeadsNode:
 @pytest.fixture(autouse=True)
 def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_folder, "_STORAGE_SETTLES_S", 0.0)
-    monkeypatch.setattr("spotlight.cluster.blobs.run_files.PIECE_BYTES", 4)
+    monkeypatch.setattr("spotlight.cluster.learner.rank_folder.PIECE_BYTES", 4)
 
 
 @pytest.fixture

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spotlight.cluster.nodes.listing import (
+    LearnerSlots,
     RayNode,
     View,
     gpus_text,
     mixed_gpus,
-    place_learner,
     read_node,
     read_view,
     require_usable,
@@ -199,9 +199,9 @@ def test_learner_ranks_fill_few_nodes(slots: list[int], ranks: int) -> None:
     nodes.append(node("z", NodeKind.SPOT, 8))
     if ranks > sum(slots):
         with pytest.raises(ConfigError, match=f"at most {sum(slots)}"):
-            place_learner(nodes, ranks)
+            LearnerSlots.plan(ranks, nodes)
         return
-    placed = place_learner(nodes, ranks)
+    placed = {ray_id: count for ray_id, (_, count) in LearnerSlots.plan(ranks, nodes).by_node.items()}
     by_id = {seen.ray_id: seen for seen in nodes}
     assert sum(placed.values()) == ranks
     assert all(0 < count <= by_id[ray_id].slots for ray_id, count in placed.items())

@@ -24,7 +24,7 @@ from spotlight.config.load import build_config, dump_config, load_dump
 from spotlight.report.final_screen import print_final_screen
 from spotlight.report.loading import loading_snippet
 from spotlight.report.model_card import card_text, published_settings, without_places, write_card
-from spotlight.report.record import Mean, RunRecord, ValidationChange, read_run
+from spotlight.report.record import RunRecord, ValidationChange, read_run
 from spotlight.scheduler.records import (
     PromptSeen,
     Record,
@@ -51,7 +51,7 @@ from spotlight.store.ledger.course_changes import CourseChange
 from spotlight.store.ledger.history import read_history
 from spotlight.store.ledger.ledger_schema import Ending
 from spotlight.store.ledger.sqlite_ledger import GpuSpend, SqliteLedger
-from spotlight.store.metrics import MetricsRow, MetricsWriter
+from spotlight.store.metrics import Mean, MetricsRow, MetricsWriter
 from spotlight.store.run_directory import RunDirectory, RunPaths
 from spotlight.store.run_estimate import RunEstimate, Span, write_estimate
 from spotlight_rewards.base.errors import ConfigError

@@ -13,6 +13,7 @@ from spotlight.config.load import dump_config, load_config
 from spotlight.config.schema import RunConfig
 from spotlight.runtime.preflight import finished_summary
 from spotlight.scheduler.types import DropReason, Phase, WorkerId
+from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.ledger_schema import Ending
 from spotlight.store.ledger.sqlite_ledger import SqliteLedger
 from spotlight.store.run_directory import RunDirectory
@@ -44,7 +45,7 @@ def make_run(root: Path, ending: Ending) -> RunSummary:
         write_summary(run.summary, summary)
         (run.path / "lora").mkdir()
         (run.path / "lora" / "adapter.safetensors").touch()
-        assert ledger.worked_s() == pytest.approx(9, abs=0.5)
+        assert queries.worked_s(ledger.connection) == pytest.approx(9, abs=0.5)
     return summary
 
 

@@ -74,7 +74,7 @@ def go_on(
             # The evaluation that follows the checkpoint.
             attempt.recorder.metrics.write(MetricsRow(1, 1, 1.0, {"validation/graded": 0.9}))
             (directory.images / "iteration-000001.png").touch()
-        attempt.result = RunResult(directory.path, None, None, stopped=True)
+        attempt.result = RunResult(directory.path, stopped=True)
     return notes.texts
 
 

@@ -10,7 +10,7 @@ import pytest
 from fake_learner import PENDING, START, World, pending
 from virtual_time import played, settle
 
-from spotlight.cluster.learner.life import RankHandle
+from spotlight.cluster.learner.life import RankActor
 from spotlight.cluster.learner_driver import LearnerDriver
 from spotlight.scheduler import events as ev
 
@@ -123,7 +123,7 @@ def test_a_second_learner_that_waits_for_room_holds_nothing_up() -> None:
         launcher = await world.up()
         start = launcher.start
 
-        async def never(life: int) -> Sequence[RankHandle]:
+        async def never(life: int) -> Sequence[RankActor]:
             await pending()
             raise AssertionError("unreachable")
 

@@ -17,6 +17,7 @@ from store_history import SCRATCH, history, write
 
 from spotlight.scheduler.records import Record, SampleScored, VersionPublished
 from spotlight.scheduler.types import Filler, Lease, LeaseId, Phase, PolicyVersion, RolloutId, WorkerId
+from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.history import read_history
 from spotlight.store.ledger.ledger_audit import AuditLimits, audit
 from spotlight.store.ledger.ledger_schema import SCHEMA_VERSION, Ending, Incident
@@ -96,7 +97,7 @@ def test_a_killed_attempt_bills_nobody_beyond_when_it_was_last_seen(run: Path) -
         ledger.spend([], T0 + 30)
     with SqliteLedger(run / "ledger.sqlite") as ledger:
         begin(ledger, T0 + 500)
-        assert ledger.gpu_seconds_by_phase() == {
+        assert queries.gpu_seconds_by_phase(ledger.connection) == {
             **dict.fromkeys(Phase, 0.0),
             Phase.ROLLOUT: 5.0,
             Phase.LOST: 21.0,  # 20 of who stayed, 1 of who went

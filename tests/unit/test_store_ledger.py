@@ -27,6 +27,7 @@ from spotlight.scheduler.records import (
     VersionPublished,
 )
 from spotlight.scheduler.types import DropReason, Phase, PolicyVersion, Purpose, Rollout, RolloutId, WorkerId
+from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.ledger_queries import open_readonly
 from spotlight.store.ledger.ledger_schema import RECORD_TABLES, Ending
 from spotlight.store.ledger.sqlite_ledger import GpuSpend, SqliteLedger
@@ -90,13 +91,13 @@ def ledger(tmp_path: Path) -> Iterator[SqliteLedger]:
 )  # fmt: skip
 def test_unlawful_records_are_refused_whole(ledger: SqliteLedger, unlawful: list[Record]) -> None:
     write(ledger, [STARTED])
-    before = (ledger.digest(), ledger.position())
+    before = (queries.digest(ledger.connection), ledger.position())
     with pytest.raises(LedgerError, match="record"):
         write(ledger, [[CommitRejected(None, "stale epoch"), *unlawful]])
-    assert (ledger.digest(), ledger.position()) == before
-    assert ledger.counts().rejected == 0
+    assert (queries.digest(ledger.connection), ledger.position()) == before
+    assert queries.counts(ledger.connection).rejected == 0
     write(ledger, [[STEP, TRAINED]])
-    assert ledger.counts().trained == 1
+    assert queries.counts(ledger.connection).trained == 1
 
 
 def test_pages_need_no_scan_also_of_a_ledger_from_before_its_indexes(tmp_path: Path) -> None:
@@ -131,7 +132,7 @@ def test_an_older_ledger_keeps_its_outcomes_and_takes_samples_left_out_by_choice
     with SqliteLedger(path) as ledger:
         write(ledger, [STARTED, [RolloutIssued(_rollout(LATE, Purpose.TRAIN))]])
         write(ledger, [[SampleDropped(LATE, DropReason.STALE, "its holder is gone")]])
-        digest = ledger.digest()
+        digest = queries.digest(ledger.connection)
     listed = "'not_chosen', 'silent_group'"
     with closing(sqlite3.connect(path)) as connection:
         # Version 4 knew neither reason.
@@ -145,9 +146,12 @@ def test_an_older_ledger_keeps_its_outcomes_and_takes_samples_left_out_by_choice
         connection.commit()
     left_out = SampleDropped(TRAIN, DropReason.NOT_CHOSEN, "others of its group are trained")
     with SqliteLedger(path) as ledger:
-        assert ledger.digest() == digest
+        assert queries.digest(ledger.connection) == digest
         write(ledger, [[left_out]])
-        assert ledger.counts().train_dropped == {DropReason.STALE: 1, DropReason.NOT_CHOSEN: 1}
+        assert queries.counts(ledger.connection).train_dropped == {
+            DropReason.STALE: 1,
+            DropReason.NOT_CHOSEN: 1,
+        }
         with pytest.raises(LedgerError, match="UNIQUE"):
             write(ledger, [[left_out]])
     with closing(sqlite3.connect(path)) as connection, pytest.raises(sqlite3.Error, match="insert-only"):
@@ -178,7 +182,11 @@ def test_rollback_and_replay_leave_no_trace(seed: int, iterations: int, cuts: li
     transactions = history(seed, iterations)
     with tempfile.TemporaryDirectory(dir=SCRATCH) as name:
         with whole_ledger(Path(name) / "straight", seed, iterations) as straight:
-            expected = (straight.digest(), straight.counts(), straight.position())
+            expected = (
+                queries.digest(straight.connection),
+                queries.counts(straight.connection),
+                straight.position(),
+            )
         path = Path(name) / "ledger.sqlite"
         for attempt, cut in enumerate(cuts, 1):
             with SqliteLedger(path) as ledger:
@@ -196,7 +204,11 @@ def test_rollback_and_replay_leave_no_trace(seed: int, iterations: int, cuts: li
             while sum(len(t) for t in transactions[:done]) < ledger.position():
                 done += 1
             write(ledger, transactions[done:])
-            assert (ledger.digest(), ledger.counts(), ledger.position()) == expected
+            assert (
+                queries.digest(ledger.connection),
+                queries.counts(ledger.connection),
+                ledger.position(),
+            ) == expected
 
 
 @given(seed=st.integers(0, 2**32))
@@ -206,7 +218,7 @@ def test_counts_are_those_of_the_records(seed: int) -> None:
     kinds = Counter(type(record) for record in records)
     drops = Counter(record.reason for record in records if isinstance(record, SampleDropped))
     with tempfile.TemporaryDirectory(dir=SCRATCH) as name, whole_ledger(Path(name), seed, 2) as ledger:
-        counts = ledger.counts()
+        counts = queries.counts(ledger.connection)
     assert sum(counts.issued.values()) == kinds[RolloutIssued]
     assert (counts.trained, counts.evaluated) == (kinds[SampleTrained], kinds[SampleEvaluated])
     assert (counts.finished, counts.optimizer_steps) == (kinds[SampleFinished], kinds[StepApplied])
@@ -232,7 +244,7 @@ def test_digest_covers_decisions_and_not_places(tmp_path: Path, change: Record, 
     for name, record in (("a", usual), ("b", change)):
         with SqliteLedger(tmp_path / name) as ledger:
             write(ledger, [STARTED, [record]])
-            digests.append(ledger.digest())
+            digests.append(queries.digest(ledger.connection))
     assert (digests[0] != digests[1]) is differs
 
 
@@ -241,7 +253,7 @@ def test_digest_covers_every_last_bit_of_a_score(tmp_path: Path) -> None:
     for name, value in (("a", 0.1), ("b", 0.1 + 2**-56), ("c", float("nan")), ("d", float("inf"))):
         with SqliteLedger(tmp_path / name) as ledger:
             write(ledger, [STARTED[:-1], [SampleScored(TRAIN, {REWARD: value})]])
-            digests.add(ledger.digest())
+            digests.add(queries.digest(ledger.connection))
     assert len(digests) == 4
 
 
@@ -261,7 +273,7 @@ def test_lost_seconds_keep_what_they_were_spent_on(tmp_path: Path) -> None:
         ledger.spend([GpuSpend(WORKER, Phase.SETUP, 1.0, 3.6)], 201.0)
         assert ledger.rollback(checkpoint, attempt) == 2
         ledger.end_attempt(Ending.STOPPED, 201.0)
-        spent = ledger.gpu_seconds_by_phase()
+        spent = queries.gpu_seconds_by_phase(ledger.connection)
         assert spent[Phase.ROLLOUT] == 8.0
         assert spent[Phase.TRAINING] == 0.0
         assert spent[Phase.SETUP] == 1.0
@@ -290,9 +302,11 @@ def test_closing_a_killed_attempt_reads_its_bills_once_however_many_workers(tmp_
             ledger.begin_attempt(pid=1, host="h", workers=dict.fromkeys(workers, 1.0), now_s=0.0)
             ledger.spend([GpuSpend(workers[n % count], Phase.IDLE, 1.0, 1.0) for n in range(bills)], 300.0)
             steps = []
-            ledger._connection.set_progress_handler(lambda counted=steps: counted.append(1), 100)
+            ledger.connection.set_progress_handler(lambda counted=steps: counted.append(1), 100)
             ledger.begin_attempt(pid=2, host="h", workers={}, now_s=400.0)
-            assert sum(ledger.gpu_seconds_by_phase().values()) == pytest.approx(300.0 * count)
+            assert sum(queries.gpu_seconds_by_phase(ledger.connection).values()) == pytest.approx(
+                300.0 * count
+            )
             effort[count] = len(steps)
     assert effort[many] < 3 * effort[few], effort
 
@@ -308,11 +322,11 @@ def test_seconds_of_an_unknown_worker_are_refused(ledger: SqliteLedger) -> None:
 def test_rollback_must_not_part_what_was_appended_together(ledger: SqliteLedger) -> None:
     attempt = ledger.begin_attempt(pid=1, host="h", workers={}, now_s=0.0)
     write(ledger, [STARTED, [TRAINED, STEP]])
-    digest = ledger.digest()
+    digest = queries.digest(ledger.connection)
     for position, message in ((6, "must not part"), (8, "the ledger ends at 7"), (-1, "cannot roll back")):
         with pytest.raises(LedgerError, match=message):
             ledger.rollback(position, attempt)
-    assert (ledger.position(), ledger.digest()) == (7, digest)
+    assert (ledger.position(), queries.digest(ledger.connection)) == (7, digest)
 
 
 def test_prompts_that_nothing_was_kept_of_are_no_longer_the_runs(ledger: SqliteLedger) -> None:
@@ -321,11 +335,11 @@ def test_prompts_that_nothing_was_kept_of_are_no_longer_the_runs(ledger: SqliteL
         attempt = ledger.begin_attempt(pid=1, host="h", workers={}, now_s=0.0)
         position = min(ledger.position(), len(STARTED))
         ledger.rollback(position, attempt)
-        if ledger.prompts_at(position) != prompts:
+        if queries.prompts_at(ledger.connection, position) != prompts:
             ledger.record_prompts(prompts)
         write(ledger, [[TRAINED, STEP]] if position else [STARTED])
     ledger.rollback(position, attempt)  # within an attempt, whose prompts stay
-    assert ledger.prompts_at(ledger.position() + 1) == first
+    assert queries.prompts_at(ledger.connection, ledger.position() + 1) == first
 
 
 def test_readers_see_the_ledger_while_it_is_written(tmp_path: Path) -> None:

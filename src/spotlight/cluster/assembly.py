@@ -38,6 +38,7 @@ from spotlight.runtime.observer import Observer
 from spotlight.runtime.recorder import restored_controller
 from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.types import NodeId, NodeKind
+from spotlight.store.ledger.ledger_schema import Incident
 from spotlight.store.run_directory import RunDirectory
 from spotlight_fleet.providers.node_provider import NodeProvider
 from spotlight_rewards.base.files import discard
@@ -189,7 +190,7 @@ def _workers(
         starter,
         inbox.put,
         note,
-        incidents.worker_crashed,
+        partial(incidents.record, Incident.WORKER_CRASHED),
         fleet.heartbeat_s,
         fleet.start_s,
     )

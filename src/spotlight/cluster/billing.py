@@ -138,8 +138,7 @@ class Billing:
             case ev.WeightsPublished() | ev.CheckpointCommitted():
                 self._train(Phase.IDLE, now)
             case ev.LearnerLost():
-                self._settle_training(Phase.LOST, now)
-                self._train(Phase.SETUP, now)
+                self._train(Phase.SETUP, now, at_risk=Phase.LOST)
         for effect in effects:
             self._ordered(effect, now)
 
@@ -169,10 +168,9 @@ class Billing:
             case ef.PublishWeights():
                 self._train(Phase.WEIGHT_SYNC, now)
             case ef.CommitCheckpoint():
-                self._settle_training(Phase.TRAINING, now)
-                self._train(Phase.CHECKPOINT, now)
+                self._train(Phase.CHECKPOINT, now, at_risk=Phase.TRAINING)
             case ef.FinishRun():
-                self._settle_training(Phase.TRAINING, now)
+                self._train(Phase.IDLE, now, at_risk=Phase.TRAINING)
 
     def nodes_on(self, machine: NodeId) -> tuple[NodeId, ...]:
         """What a machine is to the controller; empty: it is not there."""
@@ -310,16 +308,13 @@ class Billing:
             for name in slots_of(node) if node.trains else ():
                 self._slots[name].tenants[0].is_up = True
 
-    def _train(self, phase: Phase, now: float) -> None:
+    def _train(self, phase: Phase, now: float, at_risk: Phase | None = None) -> None:
+        """Have all ranks enter a phase; training at risk stays so, or counts as ``at_risk`` from now on."""
         for slot, rank in self._ranks():
             slot.close(now)
+            if at_risk is not None:
+                slot.settle(rank, at_risk)
             rank.phase, rank.works = phase, phase is Phase.TRAINING
-
-    def _settle_training(self, phase: Phase, now: float) -> None:
-        for slot, rank in self._ranks():
-            slot.close(now)
-            slot.settle(rank, phase)
-            rank.phase, rank.works = Phase.IDLE, False
 
 
 def _spent(name: WorkerId, slot: _Slot) -> Iterator[GpuSpend]:

@@ -74,7 +74,7 @@ def train_on_cluster(
     began_s, began_here_s = time.time() - spent_s, time.monotonic() - spent_s
     if (summary := finished_summary(config)) is not None:
         observer.note(finished_note(config, summary))
-        return RunResult(config.runs_dir / config.name, summary, None, stopped=False)
+        return RunResult(config.runs_dir / config.name)
     with ExitStack() as stack:
         prompts = _read_prompts(config)
         # Rewards first, because their errors are the user's; before Ray is started or joined, if possible.
@@ -200,13 +200,9 @@ async def _drive(materials: Materials, room: AttemptRoom) -> RunResult:
             stop = partial(asyncio.get_running_loop().call_soon_threadsafe, head.request_stop)
             stack.enter_context(stopping_gracefully(stop, materials.observer))
             weights = await head.conversations.supervise(head.run(checkpoint))
-            path = room.directory.path
-            if weights is None:
-                return RunResult(path, None, head.error, head.stopped)
-            summary = conclude_run(
-                config, attempt.recorder, weights, lambda: room.accounts.write(attempt.recorder)
-            )
-            return RunResult(path, summary, None, stopped=False)
+            if weights is not None:
+                conclude_run(config, attempt.recorder, weights, lambda: room.accounts.write(attempt.recorder))
+            return RunResult(room.directory.path, head.error, head.stopped)
 
 
 @contextmanager

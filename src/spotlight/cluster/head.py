@@ -54,6 +54,7 @@ from spotlight.scheduler.types import (
     RolloutId,
     WorkerId,
 )
+from spotlight.store.ledger.ledger_queries import began_at
 from spotlight.store.ledger.ledger_schema import Incident
 from spotlight.training.step_metrics import IterationLog
 from spotlight.worker.interfaces import FollowLease
@@ -387,7 +388,7 @@ class Head:
         if NodeKind.SPOT in self.supplies:
             work_s = sum(seconds.get(phase, 0.0) for phase in (Phase.ROLLOUT, Phase.EVALUATION))
             ledger = self.recorder.ledger
-            run_s = time.time() - ledger.began_at()
+            run_s = time.time() - began_at(ledger.connection)
             # At once, since what is forecast belongs into the iteration's row.
             self._handle(ev.IterationBilled(controller.iteration, work_s, ledger.cost_usd(), run_s))
         row = self.log.take(controller.iteration) | dict(trained)

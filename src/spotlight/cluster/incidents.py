@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from spotlight.cluster.remote_calls import Clock, Notify
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.fleet.fleet_machine import Fleet
-from spotlight.scheduler.types import NodeId, NodeKind, WorkerId
+from spotlight.scheduler.types import NodeId, NodeKind
 from spotlight.store.ledger.ledger_schema import Incident
 from spotlight.store.ledger.sqlite_ledger import SqliteLedger
 
@@ -76,10 +76,6 @@ class IncidentRecorder:
         """A node is given back, after its end was announced."""
         self._write(Incident.NODE_RETURNED, node, kind is NodeKind.SPOT, "")
         self.note(f"{node} is given back")
-
-    def worker_crashed(self, worker: WorkerId, why: str) -> None:
-        """A worker process died on a living node."""
-        self.record(Incident.WORKER_CRASHED, worker, why)
 
     def record(self, kind: Incident, subject: str, detail: str) -> None:
         """Record an incident of a node, a worker or the learner."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
+from spotlight.cluster.blobs.blob_client import BlobClient
 from spotlight.cluster.blobs.blob_server import TRACE
-from spotlight.cluster.blobs.blob_store import StoredBlob
 from spotlight.cluster.remote_calls import RayLostError
 from spotlight.scheduler.types import Phase, WorkerId
 from spotlight_kernels.measure.step_profile import trace_file
@@ -21,16 +20,6 @@ _NEEDS = {
 }
 
 
-class TraceStore(Protocol):
-    """What is used of :class:`~spotlight.cluster.blobs.blob_client.BlobClient`."""
-
-    async def fetch(self, kind: str, names: Sequence[str], weights_digest: str) -> list[StoredBlob | None]:
-        """Blobs by name; None where missing."""
-
-    async def drop(self, kind: str, names: Sequence[str]) -> None:
-        """Delete blobs."""
-
-
 class TraceCollector:
     """Tells of each trace once, and of those that never came. Does nothing without ``profiled_steps``.
 
@@ -39,7 +28,7 @@ class TraceCollector:
     """
 
     def __init__(
-        self, store: TraceStore, folder: Path, note: Callable[[str], None], profiled_steps: int
+        self, store: BlobClient, folder: Path, note: Callable[[str], None], profiled_steps: int
     ) -> None:
         self._store, self._folder, self._note, self._steps = store, folder, note, profiled_steps
         self._tried: list[tuple[WorkerId, str]] = []

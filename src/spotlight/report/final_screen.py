@@ -42,7 +42,7 @@ def print_final_screen(console: Console, run: RunRecord, card: Path | None) -> N
             console.print(Text(f" {said}\n", style="yellow"), soft_wrap=True)
     if said := estimated_beside(run):
         console.print(Text(f" {said}\n"), soft_wrap=True)
-    spent = sum(run.seconds_by_phase.values())
+    spent = sum(run.history.gpu_seconds_by_phase.values())
     console.print(
         _title(f"{spent:,.1f} worker seconds at {prices(run)} an hour: {money(run.history.cost_usd)}")
     )
@@ -134,8 +134,8 @@ def curve_table(run: RunRecord) -> Table:
 
 def spent_table(run: RunRecord) -> Table:
     """Seconds by phase, and their cost."""
-    spent = {phase: seconds for phase, seconds in run.seconds_by_phase.items() if seconds >= 0.05}
-    total = sum(run.seconds_by_phase.values()) or 1.0
+    spent = {phase: seconds for phase, seconds in run.history.gpu_seconds_by_phase.items() if seconds >= 0.05}
+    total = sum(run.history.gpu_seconds_by_phase.values()) or 1.0
     table = Table(box=None, pad_edge=True, show_header=False)
     table.add_column(justify="left")
     table.add_column(justify="right")

@@ -252,7 +252,7 @@ def _cost(run: RunRecord) -> str:
         f"- {survived(run) or 'No interruption'}.",
         *(f"- Changed on the way: {said}." for said in course_words(history.course)),
     ]
-    spent = sorted(run.seconds_by_phase.items(), key=lambda item: -item[1])
+    spent = sorted(run.history.gpu_seconds_by_phase.items(), key=lambda item: -item[1])
     table = ["| phase | worker seconds |", "|---|---|"]
     table += [f"| {phase.value} | {seconds:,.1f} |" for phase, seconds in spent if seconds >= 0.05]
     return "\n".join(lines) + "\n\n" + "\n".join(table)

@@ -10,20 +10,11 @@ from pathlib import Path
 
 from spotlight.config.load import load_dump
 from spotlight.config.schema import RunConfig
-from spotlight.scheduler.types import Phase
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.history import History, read_history
-from spotlight.store.metrics import GRADED, JUDGED, STDERR, VALIDATION, MetricsRow, read_metrics
+from spotlight.store.metrics import JUDGED, STDERR, VALIDATION, Mean, MetricsRow, is_validation, read_metrics
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.run_estimate import RunEstimate, estimated, read_estimate, read_so_far
-
-
-@dataclass(frozen=True, slots=True)
-class Mean:
-    """A mean score and its standard error (NaN if unknown)."""
-
-    mean: float
-    stderr: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +71,6 @@ class RunRecord:
     history: History
     validations: tuple[ValidationRow, ...]
     rows: tuple[MetricsRow, ...]
-    seconds_by_phase: Mapping[Phase, float]
     estimate: RunEstimate | None
     corrected: RunEstimate | None
     weights: Path | None
@@ -127,7 +117,6 @@ def read_run(directory: Path) -> RunRecord:
     paths.require_run()
     rows = read_metrics(directory)
     with closing(queries.open_readonly(paths.ledger)) as connection, queries.consistent_reading(connection):
-        seconds = queries.gpu_seconds_by_phase(connection)
         prompt = queries.example_prompt(connection)
     config, (spent, pace) = load_dump(paths.config, installed=False), read_so_far(directory)
     weights = (directory / "lora", directory / "merged")
@@ -135,9 +124,8 @@ def read_run(directory: Path) -> RunRecord:
         paths=paths,
         config=config,
         history=read_history(directory),
-        validations=tuple(_validation(row) for row in rows if f"{VALIDATION}{GRADED}" in row.values),
-        rows=tuple(row for row in rows if f"{VALIDATION}{GRADED}" not in row.values),
-        seconds_by_phase=seconds,
+        validations=tuple(_validation(row) for row in rows if is_validation(row)),
+        rows=tuple(row for row in rows if not is_validation(row)),
         estimate=read_estimate(paths.estimate),
         corrected=None
         if pace is None

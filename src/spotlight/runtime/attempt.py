@@ -34,13 +34,14 @@ from spotlight.runtime.resuming.files_read import files_read, require_same_files
 from spotlight.scheduler.types import WorkerId
 from spotlight.store.checkpoints import Checkpoint, CheckpointStore
 from spotlight.store.images import drop_pictures
+from spotlight.store.ledger import ledger_queries as queries
+from spotlight.store.ledger.course_changes import read_course
 from spotlight.store.ledger.ledger_schema import Ending
 from spotlight.store.ledger.sqlite_ledger import SqliteLedger
 from spotlight.store.manifest import CheckpointHeader
 from spotlight.store.metrics import MetricsWriter
 from spotlight.store.run_directory import RunDirectory, RunPaths
 from spotlight.store.run_estimate import write_estimate
-from spotlight.store.run_summary import RunSummary
 from spotlight.store.sinks import open_sinks
 from spotlight.store.store_errors import DamagedCheckpointError, LedgerError
 from spotlight.store.training_pictures import TrainingPictures
@@ -57,15 +58,18 @@ class RunResult:
     """How a run ended.
 
     Attributes:
-        summary: None if stopped early or failed.
         error: why the controller stopped, with the remedy.
         stopped: by a signal, after a checkpoint; the same command resumes.
     """
 
     directory: Path
-    summary: RunSummary | None
-    error: str | None
-    stopped: bool
+    error: str | None = None
+    stopped: bool = False
+
+    @property
+    def finished(self) -> bool:
+        """Whether no work is left; then the run directory has a summary."""
+        return self.error is None and not self.stopped
 
 
 @dataclass(slots=True)
@@ -126,7 +130,7 @@ def open_attempt(
             for note in (*config.every_note(), *prompts.notes(config)):
                 observer.note(note)
             _say_where(newest, observer, number)
-            for reward, code in recorder.ledger.scorers_at(kept).items():
+            for reward, code in queries.scorers_at(recorder.ledger.connection, kept).items():
                 if scored_by.get(reward) != code:  # other than code was refused
                     observer.note(
                         f"the code of reward {reward!r} changed since the checkpoint: its scores may not be "
@@ -134,7 +138,7 @@ def open_attempt(
                     )
             undone = recorder.ledger.rollback(kept, number)
             recorder.ledger.record_scorers(scored_by)
-            if recorder.ledger.prompts_at(kept) != prompts.ids:
+            if queries.prompts_at(recorder.ledger.connection, kept) != prompts.ids:
                 recorder.ledger.record_prompts(prompts.ids)
             # By what is still the old course.
             _record_estimate(config, directory, ranks, changed=bool(course))
@@ -196,10 +200,10 @@ def _open_recorder(
     contents = files_read(config, prompts)
     require_same_files(newest.header.contents if newest else {}, contents, config)
     # Before the curves and pictures after the checkpoint are removed: a run that is refused keeps them.
-    require_same_prompts(ledger.prompts_at(kept), prompts, config)
+    require_same_prompts(queries.prompts_at(ledger.connection, kept), prompts, config)
     # A fork may be scored otherwise than what it goes on from.
-    if not any(change.key == "name" for change in ledger.course(since=kept)):
-        _require_same_scorers(ledger.scorers_at(kept), scored_by, directory)
+    if not any(change.key == "name" for change in read_course(ledger.connection, kept)):
+        _require_same_scorers(queries.scorers_at(ledger.connection, kept), scored_by, directory)
     metrics = stack.enter_context(
         MetricsWriter(
             directory,
@@ -229,7 +233,7 @@ def _open_recorder(
         fps=config.rollout.fps,
         kept=stack.enter_context(TrainingPictures(directory, metrics)),
         keeps_best=config.checkpoint.best,
-        before_s=ledger.worked_s(),
+        before_s=queries.worked_s(ledger.connection),
         began_s=began_s,
     )
     return recorder, newest
@@ -355,7 +359,7 @@ def require_resumable(ledger: SqliteLedger, newest: Checkpoint | None, paths: Ru
     """
     ledger.require_sound()
     if newest is None:
-        if (committed := ledger.furthest_checkpoint()) is not None:
+        if (committed := queries.furthest_checkpoint(ledger.connection)) is not None:
             raise DamagedCheckpointError(
                 f"{paths.checkpoints}: no checkpoint is here, but by the ledger one was committed at record "
                 f"{committed} of {ledger.position()}. Restore the folder from a copy, or delete the run "

@@ -14,7 +14,16 @@ from spotlight.models.slots import WeightSlots
 from spotlight.runtime.recorder import RunRecorder
 from spotlight.scheduler.types import Purpose
 from spotlight.store.images import drawn_iterations, write_comparison
-from spotlight.store.metrics import GRADED, STDERR, STRICT, VALIDATION, MetricsRow, read_metrics
+from spotlight.store.ledger import ledger_queries as queries
+from spotlight.store.metrics import (
+    GRADED,
+    STDERR,
+    STRICT,
+    VALIDATION,
+    MetricsRow,
+    is_validation,
+    read_metrics,
+)
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.run_summary import RunSummary, SampleCounts, ValidationPoint, final_table, write_summary
 from spotlight.store.store_errors import NothingToCompareError
@@ -43,7 +52,7 @@ def export_judged(config: RunConfig, family: ModelFamily, slots: WeightSlots, ra
 
 def conclude_run(
     config: RunConfig, recorder: RunRecorder, weights: Path | None, account: Callable[[], None]
-) -> RunSummary:
+) -> None:
     """Draw the before-after comparison and write ``summary.json``, its own cost included.
 
     Args:
@@ -57,13 +66,13 @@ def conclude_run(
     recorder.metrics.table(summary.iterations, final_table(summary))
     recorder.metrics.sync()  # a run with a summary is not taken up again
     write_summary(recorder.paths.summary, summary)
-    return summary
 
 
 def summarise_run(config: RunConfig, recorder: RunRecorder, lora: Path | None) -> RunSummary:
     """Summarise a run from its ledger and metrics."""
-    counts = recorder.ledger.counts()
-    validations = [row for row in read_metrics(recorder.paths.path) if f"{VALIDATION}{GRADED}" in row.values]
+    connection = recorder.ledger.connection
+    counts = queries.counts(connection)
+    validations = [row for row in read_metrics(recorder.paths.path) if is_validation(row)]
     last = validations[-1].values if validations else {}
     judged = STRICT if f"{VALIDATION}{STRICT}" in last else GRADED
     stderr = last.get(f"{VALIDATION}{judged}{STDERR}", math.inf)
@@ -72,7 +81,7 @@ def summarise_run(config: RunConfig, recorder: RunRecorder, lora: Path | None) -
         validation=tuple(_point(row) for row in validations),
         validation_stderr=stderr if math.isfinite(stderr) else None,
         wall_s=recorder.wall_s,
-        gpu_seconds_by_phase=recorder.ledger.gpu_seconds_by_phase(),
+        gpu_seconds_by_phase=queries.gpu_seconds_by_phase(connection),
         cost_usd=recorder.ledger.cost_usd(),
         samples=SampleCounts(
             issued=counts.issued.get(Purpose.TRAIN, 0), trained=counts.trained, dropped=counts.train_dropped

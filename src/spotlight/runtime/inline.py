@@ -164,10 +164,8 @@ class InlineDriver:
     around: Callable[[Phase], AbstractContextManager[object]] = nullcontext
     _events: deque[ev.Event] = field(default_factory=deque)
     _samples: dict[RolloutId, FinishedRollout] = field(default_factory=dict)
-    _unsubmitted: list[Rollout] = field(default_factory=list)
-    _groups: dict[RolloutId, SampleGroup] = field(default_factory=dict)
+    _unsubmitted: list[ef.ScoreSamples] = field(default_factory=list)
     _group_turn: int = 0
-    _lineage: int = 0
     _group: ef.FormGroup | None = None
     _seen: LeaseId | None = None
     _scoring: deque[_Scoring] = field(default_factory=deque)
@@ -261,12 +259,8 @@ class InlineDriver:
                 self._denoise(lease, rollouts)
             case ef.HoldSamples():
                 pass
-            case ef.ScoreSamples(rollouts, lineage, size):
-                self._lineage = lineage
-                if size is not None:
-                    group = SampleGroup(group_of(rollouts[0]), size)
-                    self._groups |= {rollout.id: group for rollout in rollouts}
-                self._unsubmitted.extend(rollouts)
+            case ef.ScoreSamples():
+                self._unsubmitted.append(effect)
             case ef.KeepPreview(preview, kept, scores):
                 if (sample := self._samples.pop(preview, None)) is not None:
                     self._samples[kept.id] = replace(sample, rollout=kept)
@@ -369,9 +363,15 @@ class InlineDriver:
     def _submit(self) -> None:
         if not self._unsubmitted:
             return
-        rollouts, self._unsubmitted = tuple(self._unsubmitted), []
+        effects, self._unsubmitted = self._unsubmitted, []
+        rollouts = tuple(rollout for effect in effects for rollout in effect.rollouts)
         images = {each.id: self._samples[each.id].image for each in rollouts if each.id in self._samples}
-        groups = {each.id: self._groups.pop(each.id) for each in rollouts} if self._groups else {}
+        groups = {
+            rollout.id: SampleGroup(group_of(effect.rollouts[0]), effect.size)
+            for effect in effects
+            if effect.size is not None
+            for rollout in effect.rollouts
+        }
         if groups and self.ranks.world > 1:
             images = whole_groups(images, groups, self.ranks, self._group_turn)
             self._group_turn += len({*groups.values()})
@@ -385,7 +385,7 @@ class InlineDriver:
             gradients=self._differentiates(rollouts),
         )
         names = tuple(rollout.id for rollout in mine)
-        self._scoring.append(_Scoring(rollouts, names, future, self._lineage))
+        self._scoring.append(_Scoring(rollouts, names, future, effects[-1].lineage))
 
     def _differentiates(self, rollouts: Sequence[Rollout]) -> bool:
         needed = self.feed.learner.algorithm.config.needs_gradients

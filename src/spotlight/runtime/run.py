@@ -22,8 +22,7 @@ from spotlight.garbage import collection_paused
 from spotlight.rollout.stored_pictures import StoredPictures, require_readable
 from spotlight.runtime.assembly import components as build
 from spotlight.runtime.assembly.learner_parts import Learning, assemble, fill_embeddings, prepare_model
-from spotlight.runtime.attempt import RunResult as RunResult
-from spotlight.runtime.attempt import open_attempt
+from spotlight.runtime.attempt import RunResult, open_attempt
 from spotlight.runtime.clock import PhaseClock
 from spotlight.runtime.conclusion import conclude_run, export_judged
 from spotlight.runtime.inline import Denoiser, InlineDriver
@@ -75,7 +74,7 @@ def train(
     clock = PhaseClock(spent_s=spent_s)
     if (summary := finished_summary(config)) is not None:
         observer.note(finished_note(config, summary))
-        return RunResult(config.runs_dir / config.name, summary, None, stopped=False)
+        return RunResult(config.runs_dir / config.name)
     device = build.pick_device(config)
     prepare_process(device, config.deterministic, config.model.tf32)
     with ExitStack() as stack, explain_out_of_memory(clock):
@@ -195,15 +194,13 @@ def _drive(
     clock.ready()
     with stopping_gracefully(driver.request_stop, observer):
         error = driver.run()
-    directory = config.runs_dir / config.name
-    if error is not None or driver.stopped:
-        return RunResult(directory, None, error, driver.stopped)
-    learning = materials.learning
-    weights = export_judged(config, learning.model.family, learning.slots, ranks)
-    if not isinstance(recorder, RunRecorder):
-        return RunResult(directory, None, None, stopped=False)
-    summary = conclude_run(config, recorder, weights, lambda: recorder.spend(clock.take()))
-    return RunResult(directory, summary, None, stopped=False)
+    result = RunResult(config.runs_dir / config.name, error, driver.stopped)
+    if result.finished:
+        learning = materials.learning
+        weights = export_judged(config, learning.model.family, learning.slots, ranks)
+        if isinstance(recorder, RunRecorder):
+            conclude_run(config, recorder, weights, lambda: recorder.spend(clock.take()))
+    return result
 
 
 def _deal_size(config: RunConfig) -> int:

@@ -9,26 +9,18 @@ from dataclasses import dataclass
 
 from spotlight.scheduler.records import REWARD
 from spotlight.scheduler.types import Rollout, RolloutId
-from spotlight.store.metrics import GRADED, STDERR, STRICT
+from spotlight.store.metrics import GRADED, STDERR, STRICT, Mean
 from spotlight_rewards.base.errors import ConfigError, Problem
 from spotlight_rewards.base.prompts import Prompt, PromptId
 
 
-@dataclass(frozen=True, slots=True)
-class ValidationEstimate:
-    """A mean and its standard error, treating images as independent."""
-
-    mean: float
-    stderr: float
-
-
-def estimate(values: Sequence[float]) -> ValidationEstimate:
+def estimate(values: Sequence[float]) -> Mean:
     """Mean of at least one value; a single value has infinite standard error."""
     mean = math.fsum(values) / len(values)
     if len(values) == 1:
-        return ValidationEstimate(mean, math.inf)
+        return Mean(mean, math.inf)
     variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
-    return ValidationEstimate(mean, math.sqrt(variance / len(values)))
+    return Mean(mean, math.sqrt(variance / len(values)))
 
 
 def strict_curve(configured: str | None, curves: Iterable[str]) -> str | None:
@@ -55,12 +47,12 @@ class Validation:
         by_tag: the strict curve (or the reward) by prompt tag.
     """
 
-    curves: Mapping[str, ValidationEstimate]
+    curves: Mapping[str, Mean]
     strict: str | None
-    by_tag: Mapping[str, ValidationEstimate]
+    by_tag: Mapping[str, Mean]
 
     @property
-    def judged(self) -> ValidationEstimate:
+    def judged(self) -> Mean:
         """The strict score if there is one, else the reward."""
         return self.curves[self.strict or REWARD]
 

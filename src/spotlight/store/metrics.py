@@ -49,6 +49,19 @@ class MetricsRow:
     values: Mapping[str, float]
 
 
+def is_validation(row: MetricsRow) -> bool:
+    """Whether it is of an evaluation on held-out prompts, not of training."""
+    return f"{VALIDATION}{GRADED}" in row.values
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A mean score and its standard error, treating images as independent; NaN: unknown."""
+
+    mean: float
+    stderr: float
+
+
 def best_iterations(rows: Iterable[MetricsRow], curve: str | None = None) -> list[int]:
     """Iterations whose weights were validated, the best first and of equal ones the later.
 

@@ -20,7 +20,7 @@ from pydantic import FiniteFloat, TypeAdapter
 from spotlight.scheduler.types import Phase
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.course_changes import CourseChange, read_course
-from spotlight.store.metrics import GRADED, VALIDATION, MetricsRow, read_metrics
+from spotlight.store.metrics import MetricsRow, is_validation, read_metrics
 from spotlight.store.run_directory import RunPaths
 from spotlight_rewards.base.file_errors import storage_errors
 from spotlight_rewards.base.files import read_regular, write_atomically
@@ -141,10 +141,6 @@ def measured_pace(
         most=1 + error,
         rests_on=f"measured rows: {numbered} of this run took {iteration_s:.3g} s each",
     )
-
-
-def is_validation(row: MetricsRow) -> bool:
-    return f"{VALIDATION}{GRADED}" in row.values
 
 
 def _evaluation_share(seconds: Mapping[Phase, float]) -> float:

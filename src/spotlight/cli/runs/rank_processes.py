@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -43,12 +43,7 @@ def run_ranks(count: int, command: Sequence[str], follow_s: float = FOLLOW_S) ->
         ends = queue.SimpleQueue[int]()
         for rank, process in enumerate(processes):
             threading.Thread(target=_report, args=(rank, process, ends), daemon=True).start()
-
-        def forward(number: int, frame: FrameType | None) -> None:
-            for process in processes:
-                process.send_signal(number)
-
-        with on_signals((signal.SIGINT, *signals_that_end()), forward):
+        with _signals_passed_on(processes):
             return _supervise(processes, logs, ends, follow_s)
 
 
@@ -57,17 +52,24 @@ def run_in_turn(commands: Sequence[Sequence[str]]) -> int:
     with ending_at_once():
         for command in commands:
             process = subprocess.Popen(command, start_new_session=True, preexec_fn=end_with_parent)
-
-            def forward(
-                number: int, frame: FrameType | None, process: subprocess.Popen[bytes] = process
-            ) -> None:
-                process.send_signal(number)
-
-            with on_signals((signal.SIGINT, *signals_that_end()), forward):
+            with _signals_passed_on([process]):
                 code = process.wait()
             if code != 0:
-                return 128 - code if code < 0 else code
+                return _status(code)
     return 0
+
+
+def _signals_passed_on(processes: Sequence[subprocess.Popen[bytes]]) -> AbstractContextManager[None]:
+    def forward(number: int, frame: FrameType | None) -> None:
+        for process in processes:
+            process.send_signal(number)
+
+    return on_signals((signal.SIGINT, *signals_that_end()), forward)
+
+
+def _status(code: int) -> int:
+    """As a shell has it: 128 + N for signal N."""
+    return 128 - code if code < 0 else code
 
 
 def _supervise(
@@ -84,7 +86,7 @@ def _supervise(
         code = processes[rank].wait()
         stopped = stopped or code == EXIT_INTERRUPTED
         if code not in (0, EXIT_INTERRUPTED) and not failed:
-            failed = 128 - code if code < 0 else code
+            failed = _status(code)
             end_s = time.monotonic() + follow_s
             how = f"by {signal.Signals(-code).name}" if code < 0 else f"with status {code}"
             complain(f"rank {rank} ended {how}, so all end.{_said(rank, logs)}")

@@ -137,7 +137,7 @@ def _conclude(result: RunResult) -> None:
     """Show the result; exits if the run did not come to its end."""
     if _is_first_rank():
         _print_result(result)
-    if result.error is not None or result.stopped:
+    if not result.finished:
         raise typer.Exit(EXIT_INTERRUPTED if result.error is None else EXIT_STOPPED_BY_ERROR)
 
 
@@ -351,7 +351,7 @@ def _run(
                 require_startable(config)  # again in the driver, whose import takes seconds
             run = driver_of(config, profile)
             result = run(config, progress, process_age_s())
-            if result.error is None and not result.stopped and _is_first_rank():
+            if result.finished and _is_first_rank():
                 from spotlight.report.model_card import write_card
                 from spotlight.report.record import read_run
 

@@ -134,14 +134,10 @@ class BlobServer:
             lambda: [self._store.get(kind, name, weights_digest) for name in names]
         )
 
-    async def put(
-        self, kind: str, name: str, data: bytes | memoryview, weights_digest: str = "", step: int = 0
-    ) -> bool:
+    async def put(self, kind: str, name: str, data: bytes | memoryview) -> None:
         """Store one blob; see :meth:`BlobStore.put`. Raises StoreError."""
-        return await asyncio.to_thread(
-            # Copied: a view's memory belongs to the transport.
-            lambda: self._store.put(kind, name, bytes(data), weights_digest=weights_digest, step=step)
-        )
+        # Copied, in the thread: a view's memory belongs to the transport.
+        await asyncio.to_thread(lambda: self._store.put(kind, name, bytes(data)))
 
     async def drop(self, kind: str, names: Sequence[str], last_put: int | None = None) -> None:
         """Delete blobs under any weights digest."""

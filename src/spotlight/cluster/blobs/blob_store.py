@@ -89,7 +89,6 @@ class _Index:
     kinds: dict[str, dict[str, dict[str, _Entry]]] = field(default_factory=dict)
     recent: OrderedDict[_Key, _Entry] = field(default_factory=OrderedDict)
     memory_bytes: int = 0
-    values: int = 0
     puts: int = 0
 
     def count_put(self, entry: _Entry) -> None:
@@ -104,7 +103,6 @@ class _Index:
         self.count_put(entry)
         kind, name, weights_digest = entry.key
         self.kinds.setdefault(kind, {}).setdefault(name, {})[weights_digest] = entry
-        self.values += 1
         if entry.path is None:
             self.recent[entry.key] = entry
             self.memory_bytes += entry.size
@@ -116,7 +114,6 @@ class _Index:
         del versions[weights_digest]
         if not versions:
             del self.kinds[kind][name]
-        self.values -= 1
         if entry.path is None:
             del self.recent[entry.key]
             self.memory_bytes -= 0 if entry.moving else entry.size
@@ -125,9 +122,12 @@ class _Index:
         del self.recent[entry.key]
         entry.data, entry.path = None, path
 
-    def under(self, kind: str, names: Iterable[str], last_put: int | None) -> list[_Entry]:
+    def remove_under(self, kind: str, names: Iterable[str], last_put: int | None) -> list[_Entry]:
         entries = [each for name in names for each in self.kinds.get(kind, {}).get(name, {}).values()]
-        return [each for each in entries if last_put is None or each.put <= last_put]
+        gone = [each for each in entries if last_put is None or each.put <= last_put]
+        for entry in gone:
+            self.remove(entry)
+        return gone
 
 
 class BlobStore:
@@ -202,9 +202,7 @@ class BlobStore:
             last_put: spares what was put, or put again, after so many :attr:`puts`; default: nothing.
         """
         with self._index_lock:
-            gone = self._index.under(kind, names, last_put)
-            for entry in gone:
-                self._index.remove(entry)
+            gone = self._index.remove_under(kind, names, last_put)
         _delete(gone)
 
     def keep_only(self, kind: str, names: Collection[str], last_put: int | None = None) -> int:
@@ -212,9 +210,7 @@ class BlobStore:
         stay = frozenset(names)
         with self._index_lock:
             others = [name for name in self._index.kinds.get(kind, {}) if name not in stay]
-            gone = self._index.under(kind, others, last_put)
-            for entry in gone:
-                self._index.remove(entry)
+            gone = self._index.remove_under(kind, others, last_put)
         _delete(gone)
         return len(gone)
 

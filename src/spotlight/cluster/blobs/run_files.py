@@ -1,18 +1,14 @@
 """Files of the run directory to and from a learner rank whose node does not share it, in pieces.
 
-The other end is the blob store's process, which is on the head's node.
+This end is in the blob store's process, which is on the head's node; the other is ``rank_folder.py``.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
-from typing import Protocol
 
 from spotlight_rewards.base.file_errors import StoreError, storage_errors
-
-PIECE_BYTES = 16 << 20
 
 
 class RunFiles:
@@ -52,41 +48,3 @@ class RunFiles:
         if not parts or path.startswith("/") or ".." in parts:
             raise StoreError(f"{path!r} is asked of the run directory; expected a path below it.")
         return self._root / path
-
-
-class RemoteFiles(Protocol):
-    """:class:`RunFiles` of the head's node."""
-
-    def file_sizes(self, folder: str) -> Mapping[str, int]:
-        """See :meth:`RunFiles.sizes`."""
-
-    def read_file(self, path: str, start: int, length: int) -> bytes:
-        """See :meth:`RunFiles.read`."""
-
-    def write_file(self, path: str, start: int, data: bytes) -> None:
-        """See :meth:`RunFiles.write`."""
-
-
-def send_folder(local: Path, files: RemoteFiles, folder: str) -> None:
-    """Write all files below ``local`` into a folder of the run directory. Raises as ``files``, OSError."""
-    for path in sorted(each for each in local.rglob("*") if each.is_file()):
-        target, start = f"{folder}/{path.relative_to(local).as_posix()}", 0
-        with path.open("rb") as file:
-            while (piece := file.read(PIECE_BYTES)) or not start:
-                files.write_file(target, start, piece)
-                start += len(piece)
-                if not piece:
-                    break
-
-
-def bring_folder(files: RemoteFiles, folder: str, local: Path) -> None:
-    """The other way. Raises as ``files``, OSError, StoreError: a file has become shorter."""
-    for path, size_bytes in files.file_sizes(folder).items():
-        target = local / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with target.open("wb") as file:
-            while (start := file.tell()) < size_bytes:
-                piece = files.read_file(f"{folder}/{path}", start, min(PIECE_BYTES, size_bytes - start))
-                if not piece:
-                    raise StoreError(f"{folder}/{path}: {start} bytes; expected {size_bytes}.")
-                file.write(piece)

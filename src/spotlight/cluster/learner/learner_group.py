@@ -20,14 +20,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Protocol
 
 from spotlight.cluster.learner.learner_rank import LearnerRank
-from spotlight.cluster.learner.life import FINAL, CallLimits, Deadlines, End, Life, RankHandle, described
+from spotlight.cluster.learner.life import FINAL, CallLimits, Deadlines, End, Life, described
+from spotlight.cluster.learner.ray_launcher import RayLauncher
 from spotlight.cluster.remote_calls import AbandonedError, Notify
 from spotlight_rewards.base.errors import UserError
 from spotlight_rewards.base.prompts import Prompt
@@ -41,29 +41,6 @@ class LearnerError(UserError, RuntimeError):
     """The learner keeps failing in the same way; the message holds what it raised."""
 
 
-class Launcher(Protocol):
-    """Starts and ends processes; see :class:`spotlight.cluster.learner.ray_launcher.RayLauncher`."""
-
-    async def start(self, life: int, beside: int | None = None) -> Sequence[RankHandle]:
-        """Start one process per rank, in order; they may still be initialising. LookupError: no room.
-
-        Args:
-            beside: a life that works, none of whose nodes may be used.
-        """
-
-    async def end(self, ranks: Sequence[RankHandle], suspects: Sequence[int]) -> str:
-        """Kill all processes; returns the last log lines of ``suspects``."""
-
-    async def stayed(self, lives: Sequence[int]) -> Collection[int]:
-        """Those of ``lives`` whose nodes are all still there."""
-
-    def meeting_hosts(self, ranks: Sequence[RankHandle]) -> list[str]:
-        """For each process, the address at which the others reach its machine."""
-
-    def nodes_of(self, life: int) -> Mapping[str, int]:
-        """Ray ids of the nodes on which a life was started, with the number of ranks; empty: nowhere yet."""
-
-
 class LearnerGroup:
     """The learner, as the head sees it. Its coroutines belong to one event loop.
 
@@ -73,7 +50,11 @@ class LearnerGroup:
     """
 
     def __init__(
-        self, launcher: Launcher, prompts: Sequence[Prompt], note: Notify, deadlines: Deadlines | None = None
+        self,
+        launcher: RayLauncher,
+        prompts: Sequence[Prompt],
+        note: Notify,
+        deadlines: Deadlines | None = None,
     ) -> None:
         self._launcher, self._prompts, self._note = launcher, prompts, note
         self._deadlines = deadlines or Deadlines()

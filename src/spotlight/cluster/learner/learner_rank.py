@@ -20,16 +20,15 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 import spotlight
+from spotlight.cluster.blobs.blob_client import BlockingBlobClient
 from spotlight.cluster.blobs.blob_server import NEGATIVE
-from spotlight.cluster.blobs.blob_store import BlobAddress, StoredBlob
-from spotlight.cluster.blobs.run_files import RemoteFiles
+from spotlight.cluster.blobs.blob_store import BlobAddress
 from spotlight.cluster.learner.rank_folder import RankFolder
 from spotlight.config.load import read_config
 from spotlight.config.schema import RunConfig
@@ -115,24 +114,15 @@ class RankOrder:
     profiled_steps: int = 0
 
 
-class RankStore(RemoteFiles, Protocol):
-    """The blob store, as a rank uses it. Its errors propagate."""
-
-    def fetch(self, kind: str, names: Sequence[str], weights_digest: str = "") -> list[StoredBlob | None]:
-        """Latest step of each named blob; None where missing."""
-
-    def put(self, kind: str, name: str, data: bytes | bytearray) -> None:
-        """Store a blob."""
-
-
 class LearnerRank:
     """The learner rank of this process; at most one per process.
 
     Args:
+        store: its errors propagate.
         held: the model, if this process holds it already; it stays on its device.
     """
 
-    def __init__(self, order: RankOrder, store: RankStore, held: ModelFamily | None = None) -> None:
+    def __init__(self, order: RankOrder, store: BlockingBlobClient, held: ModelFamily | None = None) -> None:
         # Nothing here may fail: what an actor's constructor raises reaches the head without its class.
         self.order, self.place, self.store = order, order.place, store
         self._held = held

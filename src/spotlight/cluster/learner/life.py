@@ -42,19 +42,24 @@ class RemoteCall(Protocol):
         """``method(rank, *args, **kwargs)``."""
 
 
-class RankHandle(Protocol):
-    """The process of one rank."""
+@dataclass(frozen=True, slots=True)
+class RankActor:
+    """Head-side handle of a rank's actor.
 
-    @property
-    def rank(self) -> int:
-        """Its rank."""
+    Attributes:
+        host: of its machine, as other nodes reach it.
+    """
 
-    @property
-    def call(self) -> RemoteCall:
-        """Calls it."""
+    rank: int
+    host: str
+    life: int
+    actor: Any
+    call: RemoteCall
 
     def gone(self) -> Awaitable[Any]:
         """Completes (or raises) when the process is dead, never before."""
+        end: Awaitable[Any] = self.actor.alive.options(concurrency_group="watch").remote()
+        return end
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +172,7 @@ class Life:
     def __init__(self, number: int, limits: CallLimits) -> None:
         self.number, self._limits = number, limits
         self._met: set[CallKind] = set()
-        self.ranks: Sequence[RankHandle] = ()
+        self.ranks: Sequence[RankActor] = ()
         self.up, self.answered = False, 0
         self.over: asyncio.Future[End] = asyncio.get_running_loop().create_future()
         self._turn = asyncio.Lock()
@@ -180,7 +185,7 @@ class Life:
         for death in self._deaths:
             death.cancel()
 
-    def begin(self, ranks: Sequence[RankHandle]) -> None:
+    def begin(self, ranks: Sequence[RankActor]) -> None:
         """Watch its processes."""
         self.ranks = ranks
         for rank in ranks:

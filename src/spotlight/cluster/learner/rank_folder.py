@@ -14,11 +14,12 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from spotlight.cluster.blobs.run_files import RemoteFiles, bring_folder, send_folder
+from spotlight.cluster.blobs.blob_client import BlockingBlobClient
 from spotlight.config.schema import RunConfig
 from spotlight.store.run_directory import RunPaths
-from spotlight_rewards.base.file_errors import storage_errors
+from spotlight_rewards.base.file_errors import StoreError, storage_errors
 
+PIECE_BYTES = 16 << 20
 _STORAGE_SETTLES_S = 10.0
 """A network file system may take seconds to show a new file to other machines."""
 _LOOKS_AGAIN_S = 0.2
@@ -36,7 +37,7 @@ class RankFolder:
         config: the configuration, with a ``runs_dir`` of this node.
     """
 
-    def __init__(self, config: RunConfig, token: str, files: RemoteFiles, stack: ExitStack) -> None:
+    def __init__(self, config: RunConfig, token: str, files: BlockingBlobClient, stack: ExitStack) -> None:
         self.config, self._files, self._heads = config, files, _run_of(config)
         self.shared = not token or _shows(config, token)
         if not self.shared:
@@ -89,6 +90,31 @@ def write_token(config: RunConfig, token: str) -> Path:
     with storage_errors("cannot write the learner's token", path):
         path.write_text(token, encoding="utf-8")
     return path
+
+
+def send_folder(local: Path, files: BlockingBlobClient, folder: str) -> None:
+    """Write all files below ``local`` into a folder of the run directory. Raises as ``files``, OSError."""
+    for path in sorted(each for each in local.rglob("*") if each.is_file()):
+        target, start = f"{folder}/{path.relative_to(local).as_posix()}", 0
+        with path.open("rb") as file:
+            while (piece := file.read(PIECE_BYTES)) or not start:
+                files.write_file(target, start, piece)
+                start += len(piece)
+                if not piece:
+                    break
+
+
+def bring_folder(files: BlockingBlobClient, folder: str, local: Path) -> None:
+    """The other way. Raises as ``files``, OSError, StoreError: a file has become shorter."""
+    for path, size_bytes in files.file_sizes(folder).items():
+        target = local / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.open("wb") as file:
+            while (start := file.tell()) < size_bytes:
+                piece = files.read_file(f"{folder}/{path}", start, min(PIECE_BYTES, size_bytes - start))
+                if not piece:
+                    raise StoreError(f"{folder}/{path}: {start} bytes; expected {size_bytes}.")
+                file.write(piece)
 
 
 def _shows(config: RunConfig, token: str) -> bool:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from spotlight.cluster.blobs.blob_client import BlockingBlobClient
 from spotlight.cluster.learner.learner_rank import LOOPBACK, LearnerRank, RankOrder, RankPlace
-from spotlight.cluster.learner.life import RankHandle, RemoteCall
+from spotlight.cluster.learner.life import RankActor
 from spotlight.cluster.learner.spare_workers import SpareProcess, Spares, SpareWorkers
 from spotlight.cluster.nodes.agent import last_lines
 from spotlight.cluster.nodes.listing import ALL_GPUS_VISIBLE
@@ -53,24 +53,8 @@ class Placement:
     gpu: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RankActor:
-    """Head-side handle of a rank's actor."""
-
-    rank: int
-    host: str
-    life: int
-    actor: Any
-    call: RemoteCall
-
-    def gone(self) -> Awaitable[Any]:
-        """See :class:`spotlight.cluster.learner.life.RankHandle`."""
-        end: Awaitable[Any] = self.actor.alive.options(concurrency_group="watch").remote()
-        return end
-
-
 class RayLauncher:
-    """Starts learner ranks as actors; see :class:`spotlight.cluster.learner.learner_group.Launcher`.
+    """Starts learner ranks as actors, and ends them.
 
     Args:
         config: the resolved configuration as YAML.
@@ -105,8 +89,12 @@ class RayLauncher:
         self._logs = logs.absolute()
         self._thread = ThreadPoolExecutor(1, "learner-launcher")
 
-    async def start(self, life: int, beside: int | None = None) -> Sequence[RankHandle]:
-        """See :class:`spotlight.cluster.learner.learner_group.Launcher`."""
+    async def start(self, life: int, beside: int | None = None) -> Sequence[RankActor]:
+        """Start one process per rank, in order; they may still be initialising. LookupError: no room.
+
+        Args:
+            beside: a life that works, none of whose nodes may be used.
+        """
         if self._room is not None:
             await self._room()
         spares: Spares = {}
@@ -116,31 +104,31 @@ class RayLauncher:
         return await asyncio.get_running_loop().run_in_executor(self._thread, start)
 
     def nodes_of(self, life: int) -> Mapping[str, int]:
-        """See :class:`spotlight.cluster.learner.learner_group.Launcher`."""
+        """Ray ids of the nodes on which a life was started, with the number of ranks; empty: nowhere yet."""
         return self._at.get(life, {})
 
-    async def end(self, ranks: Sequence[RankHandle], suspects: Sequence[int]) -> str:
-        """See :class:`spotlight.cluster.learner.learner_group.Launcher`."""
+    async def end(self, ranks: Sequence[RankActor], suspects: Sequence[int]) -> str:
+        """Kill all processes; returns the last log lines of ``suspects``."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._end, ranks, suspects)
 
     async def stayed(self, lives: Sequence[int]) -> Collection[int]:
-        """See :class:`spotlight.cluster.learner.learner_group.Launcher`. RayLostError: no answer."""
+        """Those of ``lives`` whose nodes are all still there. RayLostError: no answer."""
         from spotlight.cluster.nodes.node_list import list_nodes
 
         rows = await asyncio.get_running_loop().run_in_executor(self._thread, list_nodes)
         there = {row["NodeID"] for row in rows if row["Alive"]}
         return [life for life in lives if self._at[life].keys() <= there]
 
-    def meeting_hosts(self, ranks: Sequence[RankHandle]) -> list[str]:
-        """See :class:`spotlight.cluster.learner.learner_group.Launcher`. Loopback if all are on one node."""
-        hosts = [rank.host for rank in ranks if isinstance(rank, RankActor)]
+    def meeting_hosts(self, ranks: Sequence[RankActor]) -> list[str]:
+        """For each process, the address at which others reach its machine; loopback if all are on one."""
+        hosts = [rank.host for rank in ranks]
         return [LOOPBACK] * len(hosts) if len(set(hosts)) == 1 else hosts
 
     def close(self) -> None:
         """Finish pending work, then end the thread."""
         self._thread.shutdown(wait=True)
 
-    def _start(self, life: int, spares: Spares, beside: int | None) -> list[RankHandle]:
+    def _start(self, life: int, spares: Spares, beside: int | None) -> list[RankActor]:
         try:
             placements = self._placements()
             taken = set() if beside is None else self._at[beside].keys()
@@ -151,7 +139,7 @@ class RayLauncher:
             for left in spares.values():
                 _kill(left)
 
-    def _start_all(self, life: int, placements: Sequence[Placement], spares: Spares) -> list[RankHandle]:
+    def _start_all(self, life: int, placements: Sequence[Placement], spares: Spares) -> list[RankActor]:
         per_node = tuple(len([*ranks]) for _, ranks in groupby(placements, lambda placement: placement.node))
         self._at[life] = Counter(placement.node for placement in placements)
         places = [
@@ -172,7 +160,7 @@ class RayLauncher:
         except Exception:
             _kill(started)
             raise
-        return list(started)
+        return started
 
     def _yielded(
         self, orders: Sequence[RankOrder], workers: Sequence[SpareProcess | None]
@@ -227,10 +215,9 @@ class RayLauncher:
             .remote(order, self._blobs)
         )
 
-    def _end(self, ranks: Sequence[RankHandle], suspects: Sequence[int]) -> str:
-        ours = [rank for rank in ranks if isinstance(rank, RankActor)]
-        _kill(ours)
-        tails = [_tail(self._log(each.life, each.rank)) for each in ours if each.rank in suspects]
+    def _end(self, ranks: Sequence[RankActor], suspects: Sequence[int]) -> str:
+        _kill(ranks)
+        tails = [_tail(self._log(each.life, each.rank)) for each in ranks if each.rank in suspects]
         return "\n".join(tail for tail in tails if tail)
 
     def _log(self, life: int, rank: int) -> Path:

@@ -215,22 +215,6 @@ def _gpu_text(gpu: Gpu) -> str:
     return f"{gpu.name} of {gpu.memory_bytes / 2**30:.0f} GiB"
 
 
-def place_learner(nodes: Sequence[RayNode], ranks: int) -> Mapping[str, int]:
-    """Learner ranks by Ray id of reserved nodes: fewest nodes, then fewest slots left over.
-
-    Raises ConfigError if there are fewer slots than ranks.
-    """
-    reserved = sorted((node for node in nodes if node.kind is NodeKind.RESERVED), key=lambda node: node.name)
-    slots = {node.ray_id: node.slots for node in reserved}
-    placed = choose_places(slots, ranks)
-    if not placed:
-        expected = f"at most {sum(slots.values())}, the slots of the reserved nodes"
-        raise ConfigError(
-            "the cluster", [Problem("fleet.learner_ranks", str(ranks), expected, "Lower it, or add a node.")]
-        )
-    return placed
-
-
 @dataclass(slots=True)
 class LearnerSlots:
     """Ray nodes that train, or will, with their rank counts.
@@ -242,8 +226,19 @@ class LearnerSlots:
 
     @classmethod
     def plan(cls, ranks: int, nodes: Sequence[RayNode]) -> LearnerSlots:
-        """As :func:`place_learner` places them; 0 ranks: they go to spot nodes."""
-        placed = place_learner(nodes, ranks) if ranks else {}
+        """On reserved nodes: fewest nodes, then fewest slots left over. 0 ranks: they go to spot nodes.
+
+        Raises ConfigError if there are fewer slots than ranks.
+        """
+        by_name = sorted(nodes, key=lambda node: node.name)
+        slots = {node.ray_id: node.slots for node in by_name if node.kind is NodeKind.RESERVED}
+        placed = choose_places(slots, ranks)
+        if ranks and not placed:
+            expected = f"at most {sum(slots.values())}, the slots of the reserved nodes"
+            raise ConfigError(
+                "the cluster",
+                [Problem("fleet.learner_ranks", str(ranks), expected, "Lower it, or add a node.")],
+            )
         return cls({node.ray_id: (node, placed[node.ray_id]) for node in nodes if node.ray_id in placed})
 
 

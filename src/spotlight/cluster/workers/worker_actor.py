@@ -20,7 +20,7 @@ from ray.exceptions import RayError
 
 from spotlight.cluster.blobs.blob_client import BlockingBlobClient
 from spotlight.cluster.blobs.blob_store import StoredBlob
-from spotlight.cluster.learner.learner_rank import LearnerRank, RankOrder, RankStore
+from spotlight.cluster.learner.learner_rank import LearnerRank, RankOrder
 from spotlight.cluster.learner.spare_workers import SpareProcess
 from spotlight.cluster.nodes.listing import ALL_GPUS_VISIBLE
 from spotlight.cluster.remote_calls import on_node
@@ -139,7 +139,7 @@ class WorkerActor:
             why = "it was told to" if self._error is None else f"{type(self._error).__name__}: {self._error}"
             raise RuntimeError(f"the worker has ended: {why}") from self._error
 
-    def become_learner(self, order: RankOrder, store: RankStore, wait_s: float) -> str:
+    def become_learner(self, order: RankOrder, store: BlockingBlobClient, wait_s: float) -> str:
         """End the work, then be the process of a learner rank; returns the digest of the base weights.
 
         Raises:
@@ -187,7 +187,7 @@ def _device(order: WorkerOrder) -> torch.device:
 
 @dataclass(frozen=True, slots=True)
 class WorkerHandle:
-    """Head-side handle of a worker's actor; see :class:`spotlight.cluster.workers.worker_pool.Handle`."""
+    """Head-side handle of a worker's actor: every call returns a Ray reference at once."""
 
     actor: Any
 
@@ -228,7 +228,7 @@ class WorkerPlacement:
 
 @dataclass(slots=True)
 class ActorStarter:
-    """Starts workers as actors; a :class:`spotlight.cluster.workers.worker_pool.Starter`.
+    """Starts workers as actors, and ends them.
 
     Attributes:
         config: the resolved configuration as YAML.
@@ -246,7 +246,7 @@ class ActorStarter:
     profiled_steps: Callable[[WorkerId, str, Collection[str]], int]
 
     def start(self, order: StartWorker) -> WorkerHandle:
-        """See :class:`spotlight.cluster.workers.worker_pool.Starter`."""
+        """Start a process without waiting; raises LookupError if the node is gone."""
         placement = self.placements[order.node]
         nodes = {each.ray_id for each in self.placements.values()}
         worker_order = WorkerOrder(
@@ -272,12 +272,12 @@ class ActorStarter:
 
     @staticmethod
     def kill(handle: SpareProcess) -> None:
-        """See :class:`spotlight.cluster.workers.worker_pool.Starter`."""
+        """SIGKILL a process; no effect if it is dead."""
         with suppress(RayError):  # dead already, or Ray is shutting down
             ray.kill(handle.actor)
 
     async def log_tail(self, order: StartWorker) -> str:
-        """See :class:`spotlight.cluster.workers.worker_pool.Starter`."""
+        """The last log lines of the process, or an empty string."""
         return await self.tail(order.node, self._name(order))
 
     def _name(self, order: StartWorker) -> str:

@@ -15,9 +15,11 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from itertools import chain
+from typing import Any
 
 from spotlight.cluster.remote_calls import Conversations, NoAnswerError, Notify, answer
+from spotlight.cluster.workers.worker_actor import ActorStarter, WorkerHandle
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.types import NodeId, WorkerId
@@ -30,37 +32,11 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
 """Pause before a dead process is replaced; doubles with every failed start."""
 
 
-class Handle(Protocol):
-    """A worker's process: every call returns a Ray reference at once."""
-
-    def ready(self) -> Awaitable[Any]:
-        """Completes when the process is up."""
-
-    def tell(self, command: Command) -> Awaitable[Any]:
-        """Completes when the worker has the command."""
-
-    def watch(self, hang_s: float) -> Awaitable[Any]:
-        """Completes after ``hang_s``; fails when the process or its work ends."""
-
-
-class Starter(Protocol):
-    """Starts and ends the processes; see :class:`spotlight.cluster.workers.worker_actor.ActorStarter`."""
-
-    def start(self, order: ef.StartWorker) -> Handle:
-        """Start a process without waiting; raises LookupError if the node is gone."""
-
-    def kill(self, handle: Any) -> None:
-        """SIGKILL a process; no effect if it is dead."""
-
-    async def log_tail(self, order: ef.StartWorker) -> str:
-        """The last log lines of the process, or an empty string."""
-
-
 @dataclass(slots=True, eq=False)
 class _Process:
     order: ef.StartWorker
     task: asyncio.Task[None] | None = None
-    handle: Handle | None = None
+    handle: WorkerHandle | None = None
     ready: bool = False
     proven: bool = False
 
@@ -90,7 +66,7 @@ class WorkerPool:
     """
 
     conversations: Conversations
-    starter: Starter
+    starter: ActorStarter
     put_event: Callable[[ev.Event], None]
     note: Notify
     crashed: Callable[[WorkerId, str], None]
@@ -134,17 +110,16 @@ class WorkerPool:
 
     def lose(self, node: NodeId) -> None:
         """Drop the processes of a lost node."""
-        for worker in [name for name, record in self._records.items() if record.order.node == node]:
-            del self._records[worker]
-            self._end(worker)
+        for handle in chain(*self.release([node])):
+            self.starter.kill(handle)
 
-    def release(self, nodes: Sequence[NodeId]) -> tuple[list[Any], list[Any]]:
+    def release(self, nodes: Sequence[NodeId]) -> tuple[list[WorkerHandle], list[WorkerHandle]]:
         """Forget the processes of nodes that roll out no more: those that hold weights, and the others.
 
         They are the caller's to end.
         """
-        able: list[Any] = []
-        unfit: list[Any] = []
+        able: list[WorkerHandle] = []
+        unfit: list[WorkerHandle] = []
         for worker in [name for name, record in self._records.items() if record.order.node in nodes]:
             del self._records[worker]
             process = self._processes.pop(worker, None)

@@ -22,8 +22,8 @@ from spotlight.config.schema import RunConfig
 from spotlight.data.datasets import Prompts
 from spotlight.store.checkpoints import Checkpoint, CheckpointStore
 from spotlight.store.fork import make_fork
-from spotlight.store.ledger.course_changes import CourseChange, course_words, read_course
-from spotlight.store.ledger.ledger_queries import open_readonly
+from spotlight.store.ledger.course_changes import CourseChange, course_words, read_course, values_before
+from spotlight.store.ledger.ledger_queries import open_readonly, prompts_at
 from spotlight.store.ledger.sqlite_ledger import SqliteLedger
 from spotlight.store.run_directory import (
     ABSENT,
@@ -141,10 +141,10 @@ def changed_course(
     Values that others must not know are left out.
     """
     terms = Resuming(config)
-    was: dict[str, Leaf] = {**stored_leaves(paths, terms), **ledger.course_before(position)}
+    was: dict[str, Leaf] = {**stored_leaves(paths, terms), **values_before(ledger.connection, position)}
     now: dict[str, Leaf] = {**flatten(parse_yaml(dump_config(config)))}
     for key, ids in prompts.ids.items():
-        was[f"{key}.prompts"] = _described(ledger.prompts_at(position).get(key, ids))
+        was[f"{key}.prompts"] = _described(prompts_at(ledger.connection, position).get(key, ids))
         now[f"{key}.prompts"] = _described(ids)
     changes = changes_of(was, now) if position else {}
     return {key: _public(key, changes[key]) for key in terms.recorded(changes)}
@@ -211,8 +211,8 @@ def fork_plan(
         )
     was, now = stored_leaves(paths, terms), flatten(parse_yaml(dump_config(config)))
     with closing(open_readonly(paths.ledger)) as connection:  # what its course had not changed yet
-        later = reversed(read_course(connection, checkpoint.header.ledger_position))
-    was |= {change.key: change.was for change in later if change.key in now and change.key != "name"}
+        before = values_before(connection, checkpoint.header.ledger_position)
+    was |= {key: value for key, value in before.items() if key in now and key != "name"}
     changes = changes_of(was, now)
     if refused := terms.refused(paths, changes):
         shown = ", ".join(f"{key}={changes[key][1]!r}" for key in refused)

@@ -51,7 +51,7 @@ class Dispatcher:
             self.queue.limits.works_on(group.leader, 0)
         group.capacity = event.capacity
         self.spare.pulled(group.leader)
-        cluster.load_group(group)
+        cluster.load(group.members)
         cluster.consider(group)
         demand = self.spare.demand()
         if not demand.pressing and (demand.needed or not self.queue.waiting):
@@ -66,7 +66,7 @@ class Dispatcher:
         if not self.queue.is_open(lease):
             self.pace.end(lease, self.cluster.now)
             if (group := self.cluster.groups.get(leader)) is not None:
-                self.cluster.load_group(group)
+                self.cluster.load(group.members)
 
     def failed(self, lease: LeaseId) -> None:
         """A rollout failed. If it was the lease's last, no pace is measured."""

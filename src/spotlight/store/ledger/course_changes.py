@@ -54,6 +54,11 @@ def read_course(connection: sqlite3.Connection, since: int = 0) -> tuple[CourseC
         )
 
 
+def values_before(connection: sqlite3.Connection, position: int) -> dict[str, object]:
+    """Values that keys had before a run that resumes at ``position`` changed them, there or later."""
+    return {change.key: change.was for change in reversed(read_course(connection, position))}
+
+
 def changes_by_iteration(changes: Sequence[CourseChange]) -> dict[int, list[str]]:
     """In words, by the iteration from which on."""
     found: dict[int, list[str]] = {}

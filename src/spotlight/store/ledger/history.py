@@ -50,7 +50,7 @@ class History:
 
     Attributes:
         undone: ledger records rolled back by resumes.
-        lost_s: GPU-seconds of lost work.
+        gpu_seconds_by_phase: every phase is present.
         preemptions: preempted spot nodes, ``noticed`` of them with notice.
         prices_usd_h: distinct prices per worker-hour, ascending.
         filled_s: GPU-seconds of otherwise idle time.
@@ -60,7 +60,7 @@ class History:
 
     attempts: tuple[AttemptRecord, ...]
     undone: int
-    lost_s: float
+    gpu_seconds_by_phase: Mapping[Phase, float]
     iterations: int
     counts: queries.LedgerCounts
     cost_usd: float
@@ -70,6 +70,11 @@ class History:
     filled_s: Mapping[Filler, float]
     incidents: Mapping[tuple[Incident, bool], int]
     course: tuple[CourseChange, ...]
+
+    @property
+    def lost_s(self) -> float:
+        """GPU-seconds of lost work."""
+        return self.gpu_seconds_by_phase[Phase.LOST]
 
     @property
     def interruptions(self) -> int:
@@ -125,7 +130,7 @@ def read_history(run: Path, within_s: float | None = None) -> History:
         return History(
             attempts=attempts,
             undone=int(undone),
-            lost_s=queries.gpu_seconds_by_phase(connection)[Phase.LOST],
+            gpu_seconds_by_phase=queries.gpu_seconds_by_phase(connection),
             iterations=queries.iterations(connection),
             counts=queries.counts(connection),
             cost_usd=queries.cost_usd(connection),

@@ -241,29 +241,25 @@ def passed_and_refused(connection: sqlite3.Connection, passed: str, judge: str) 
 
 def counts(connection: sqlite3.Connection) -> LedgerCounts:
     with consistent_reading(connection):
-        return _counts(connection)
-
-
-def _counts(connection: sqlite3.Connection) -> LedgerCounts:
-    issued = _tally(connection, "SELECT purpose, COUNT(*) FROM rollouts GROUP BY purpose")
-    ended = _tally(connection, "SELECT purpose, COUNT(*) FROM outcomes GROUP BY purpose")
-    kinds = _tally(connection, "SELECT kind, COUNT(*) FROM outcomes GROUP BY kind")
-    dropped = "SELECT reason, COUNT(*) FROM outcomes WHERE kind = 'dropped'"
-    return LedgerCounts(
-        prompts=_rows_in(connection, "prompts"),
-        issued={purpose: issued.get(purpose, 0) for purpose in Purpose},
-        in_flight={purpose: issued.get(purpose, 0) - ended.get(purpose, 0) for purpose in Purpose},
-        finished=_rows_in(connection, "samples"),
-        kept=_rows_in(connection, "kept_previews") if has_table(connection, "kept_previews") else 0,
-        trained=kinds.get("trained", 0),
-        evaluated=kinds.get("evaluated", 0),
-        explored=kinds.get("explored", 0),
-        dropped=_by_reason(connection, f"{dropped} GROUP BY reason"),
-        train_dropped=_by_reason(connection, f"{dropped} AND purpose = 'train' GROUP BY reason"),
-        optimizer_steps=_rows_in(connection, "optimizer_steps"),
-        versions=_rows_in(connection, "versions"),
-        rejected=_rows_in(connection, "rejected"),
-    )
+        issued = _tally(connection, "SELECT purpose, COUNT(*) FROM rollouts GROUP BY purpose")
+        ended = _tally(connection, "SELECT purpose, COUNT(*) FROM outcomes GROUP BY purpose")
+        kinds = _tally(connection, "SELECT kind, COUNT(*) FROM outcomes GROUP BY kind")
+        dropped = "SELECT reason, COUNT(*) FROM outcomes WHERE kind = 'dropped'"
+        return LedgerCounts(
+            prompts=_rows_in(connection, "prompts"),
+            issued={purpose: issued.get(purpose, 0) for purpose in Purpose},
+            in_flight={purpose: issued.get(purpose, 0) - ended.get(purpose, 0) for purpose in Purpose},
+            finished=_rows_in(connection, "samples"),
+            kept=_rows_in(connection, "kept_previews") if has_table(connection, "kept_previews") else 0,
+            trained=kinds.get("trained", 0),
+            evaluated=kinds.get("evaluated", 0),
+            explored=kinds.get("explored", 0),
+            dropped=_by_reason(connection, f"{dropped} GROUP BY reason"),
+            train_dropped=_by_reason(connection, f"{dropped} AND purpose = 'train' GROUP BY reason"),
+            optimizer_steps=_rows_in(connection, "optimizer_steps"),
+            versions=_rows_in(connection, "versions"),
+            rejected=_rows_in(connection, "rejected"),
+        )
 
 
 def digest(connection: sqlite3.Connection) -> str:

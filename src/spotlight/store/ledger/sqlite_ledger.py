@@ -38,7 +38,7 @@ from spotlight.scheduler.records import (
 )
 from spotlight.scheduler.types import Filler, Lease, Phase, Rollout, RolloutId, WorkerId
 from spotlight.store.ledger import ledger_queries as queries
-from spotlight.store.ledger.course_changes import CourseChange, course_words, read_course
+from spotlight.store.ledger.course_changes import CourseChange, course_words
 from spotlight.store.ledger.ledger_digest import RunningDigest
 from spotlight.store.ledger.ledger_file import LedgerFile
 from spotlight.store.ledger.ledger_schema import CUT, RECORD_TABLES, Ending, Incident, RolloutOutcome
@@ -77,7 +77,11 @@ class GrantedLease:
 
 
 class SqliteLedger:
-    """The sole writer of ``ledger.sqlite``. Use as a context manager, or :meth:`close` it."""
+    """The sole writer of ``ledger.sqlite``. Use as a context manager, or :meth:`close` it.
+
+    Attributes:
+        connection: for :mod:`~spotlight.store.ledger.ledger_queries`.
+    """
 
     def __init__(
         self,
@@ -96,10 +100,10 @@ class SqliteLedger:
             StoreError: the file cannot be created or written.
         """
         self._path, self.file = path, LedgerFile(path, note, keep_alive)
-        self._connection = self.file.connection
+        self.connection = self.file.connection
         with self.file.opened():
-            self._position = queries.position(self._connection)
-            self._cost_usd = queries.cost_usd(self._connection)
+            self._position = queries.position(self.connection)
+            self._cost_usd = queries.cost_usd(self.connection)
         self._attempt: int | None = None
         self._digest = RunningDigest()
 
@@ -132,7 +136,7 @@ class SqliteLedger:
     def _insert(self, number: int, record: Record) -> None:
         try:
             for statement, values in _rows(number, record):
-                self._connection.execute(statement, values)
+                self.connection.execute(statement, values)
         except sqlite3.IntegrityError as error:
             raise LedgerError(
                 f"{self._path}: record {number} breaks the accounting: {error}: {record!r}"
@@ -140,7 +144,7 @@ class SqliteLedger:
 
     def _insert_leases(self, granted: Sequence[GrantedLease], position: int) -> None:
         attempt = self._current_attempt()
-        self._connection.executemany(
+        self.connection.executemany(
             "INSERT INTO leases (rollout, attempt, lease, position, at, worker, epoch, from_step) "
             "VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (rollout, attempt, lease) DO NOTHING",
             [
@@ -166,17 +170,17 @@ class SqliteLedger:
         """
         with self.file.transaction("the account of a new attempt"):
             self._close_dead_attempts()
-            count = self._connection.execute("SELECT COALESCE(MAX(number), 0) FROM attempts").fetchone()[0]
+            count = self.connection.execute("SELECT COALESCE(MAX(number), 0) FROM attempts").fetchone()[0]
             number = int(count) + 1
             begun = {"number": number, "pid": pid, "host": host, "started_at": now_s, "seen_at": now_s}
             self.file.insert_all("attempts", [begun])
             self.file.insert_all("attempt_workers", _joined(number, workers, now_s))
         self._attempt = number
-        self._cost_usd = queries.cost_usd(self._connection)
+        self._cost_usd = queries.cost_usd(self.connection)
         return number
 
     def _close_dead_attempts(self) -> None:
-        self._connection.execute(
+        self.connection.execute(
             """
             WITH spent AS MATERIALIZED (  -- one scan of the table, not one for each worker
                 SELECT attempt, worker, SUM(seconds) AS accounted FROM gpu_seconds
@@ -192,7 +196,7 @@ class SqliteLedger:
             """,
             {"position": self._position},
         )
-        self._connection.execute(
+        self.connection.execute(
             "UPDATE attempts SET ended = ?, ended_at = seen_at WHERE ended IS NULL", (Ending.KILLED,)
         )
 
@@ -206,7 +210,7 @@ class SqliteLedger:
         """Stop billing workers; all seconds up to ``now_s`` need a phase."""
         attempt = self._current_attempt()
         with self.file.transaction(f"workers that leave attempt {attempt}"):
-            self._connection.executemany(
+            self.connection.executemany(
                 "UPDATE attempt_workers SET left_at = MAX(joined_at, ?) WHERE attempt = ? AND worker = ?",
                 [(now_s, attempt, worker) for worker in workers],
             )
@@ -226,7 +230,7 @@ class SqliteLedger:
         with self.file.transaction(f"the GPU seconds of attempt {attempt}"):
             here = {"attempt": attempt, "position": self._position}
             self.file.insert_all("gpu_seconds", [here | asdict(spend) for spend in spends])
-            self._connection.execute(
+            self.connection.execute(
                 "UPDATE attempts SET seen_at = MAX(seen_at, ?) WHERE number = ?", (now_s, attempt)
             )
         self._cost_usd += sum(spend.seconds * spend.price_usd_h for spend in spends) / 3600
@@ -246,27 +250,11 @@ class SqliteLedger:
         rows = [{**here, "reward": reward, "scored_by": scorer} for reward, scorer in scored_by.items()]
         self._record(f"what scores in attempt {self._attempt}", "scorers", rows)
 
-    def scorers_at(self, position: int) -> dict[str, str]:
-        """What gave the newest scores up to ``position``, by reward; rewards that do not say are absent."""
-        return queries.scorers_at(self._connection, position)
-
     def record_prompts(self, prompts: Mapping[str, Sequence[PromptId]]) -> None:
         """Record the prompts of the run's files, by key. Call it after the rollback."""
         here = {"position": self._position}
         rows = [{**here, "key": key, "prompts": json.dumps(ids)} for key, ids in prompts.items()]
         self._record(f"the prompts of attempt {self._attempt}", "prompt_files", rows)
-
-    def prompts_at(self, position: int) -> dict[str, list[PromptId]]:
-        """The prompts that the records up to ``position`` were made with, by key; none of an older run."""
-        return queries.prompts_at(self._connection, position)
-
-    def course(self, since: int = 0) -> tuple[CourseChange, ...]:
-        """Changes of the run's course, from the position ``since`` on."""
-        return read_course(self._connection, since)
-
-    def course_before(self, position: int) -> dict[str, object]:
-        """Values that keys had before a run that resumes at ``position`` changed them, there or later."""
-        return {change.key: change.was for change in reversed(self.course(position))}
 
     def record_course(
         self, position: int, iteration: int, changes: Mapping[str, tuple[object, object]], now_s: float
@@ -284,7 +272,7 @@ class SqliteLedger:
         attempt = self._current_attempt()
         recorded = [CourseChange(iteration, position, key, was, now) for key, (was, now) in changes.items()]
         with self.file.transaction(f"what changes from iteration {iteration} on"):
-            self._connection.execute("DELETE FROM course_changes WHERE position >= ?", (position,))
+            self.connection.execute("DELETE FROM course_changes WHERE position >= ?", (position,))
             for change in recorded:
                 both = {"was": change.was, "now": change.now}.items()
                 texts = {name: None if value == ABSENT else json.dumps(value) for name, value in both}
@@ -298,7 +286,7 @@ class SqliteLedger:
         """Stop billing at the last entry or ``now_s``, whichever is later; all seconds need a phase."""
         attempt = self._current_attempt()
         with self.file.transaction(f"the end of attempt {attempt}"):
-            self._connection.execute(
+            self.connection.execute(
                 "UPDATE attempts SET ended = ?1, ended_at = MAX(seen_at, ?2), seen_at = MAX(seen_at, ?2) "
                 "WHERE number = ?3",
                 (ending, now_s, attempt),
@@ -332,17 +320,17 @@ class SqliteLedger:
             f"a rollback to record {position} (it must not part what was appended together)"
         ):
             for table in reversed(RECORD_TABLES):
-                self._connection.execute(f"DELETE FROM {table} WHERE seq > ?", (position,))
-            self._connection.execute(
+                self.connection.execute(f"DELETE FROM {table} WHERE seq > ?", (position,))
+            self.connection.execute(
                 "UPDATE gpu_seconds SET was_phase = phase, phase = 'lost' "
                 "WHERE position > ? AND (attempt <> ? OR phase = 'training') AND phase <> 'lost'",
                 (position, attempt),
             )
-            self._connection.execute("DELETE FROM filled_seconds WHERE position > ?", (position,))
-            self._connection.execute(
+            self.connection.execute("DELETE FROM filled_seconds WHERE position > ?", (position,))
+            self.connection.execute(
                 "DELETE FROM prompt_files WHERE position >= ? AND attempt <> ?", (position, attempt)
             )
-            self._connection.execute(
+            self.connection.execute(
                 "UPDATE gpu_seconds SET position = ?1 WHERE position > ?1 AND attempt = ?2",
                 (position, attempt),
             )
@@ -354,56 +342,33 @@ class SqliteLedger:
 
     def cut_after(self, position: int) -> None:
         """Leave the records up to a checkpoint and the work on them: in a copy, which a fork goes on from."""
-        (self._attempt,) = self._connection.execute(
+        (self._attempt,) = self.connection.execute(
             "SELECT COALESCE((SELECT attempt FROM checkpoints WHERE position = ?1 ORDER BY id DESC LIMIT 1), "
             "(SELECT MAX(attempt) FROM gpu_seconds WHERE position <= ?1))",
             (position,),
         ).fetchone()
         with self.file.transaction(f"what is left of a run's ledger at record {position}"):
             for statement in CUT:
-                self._connection.execute(statement, {"position": position, "attempt": self._attempt})
+                self.connection.execute(statement, {"position": position, "attempt": self._attempt})
         self._position = position
         self._digest.forget_after(0)
 
     def digest_at(self, position: int) -> str:
         """The digest that a checkpoint at ``position`` names; see ``ledger_digest.py``."""
         with self.file.reading():
-            return self._digest.at(self._connection, position)
+            return self._digest.at(self.connection, position)
 
     def record_checkpoint(self, position: int, iteration: int) -> None:
         """Record that a checkpoint was committed."""
         row = {"position": position, "iteration": iteration}
         self._record(f"the checkpoint at record {position}", "checkpoints", [row])
 
-    def furthest_checkpoint(self) -> int | None:
-        """See :func:`~spotlight.store.ledger.ledger_queries.furthest_checkpoint`."""
-        return queries.furthest_checkpoint(self._connection)
-
     def require_sound(self) -> None:
         """Read the whole file. Raises LedgerError if it is damaged."""
         with self.file.reading():
-            damages = queries.file_damages(self._connection)
+            damages = queries.file_damages(self.connection)
         if damages:
             raise queries.damaged(self._path, "; ".join(damages[:3]))
-
-    def digest(self) -> str:
-        """SHA-256 over decisions and measurements; see :mod:`spotlight.store.ledger.ledger_queries`."""
-        return queries.digest(self._connection)
-
-    def counts(self) -> queries.LedgerCounts:
-        return queries.counts(self._connection)
-
-    def gpu_seconds_by_phase(self) -> dict[Phase, float]:
-        """GPU-seconds of all attempts; every phase is present."""
-        return queries.gpu_seconds_by_phase(self._connection)
-
-    def worked_s(self) -> float:
-        """Seconds of work of all attempts, up to the last billing."""
-        return queries.worked_s(self._connection)
-
-    def began_at(self) -> float:
-        """When the first attempt began, in seconds since the epoch. There is one."""
-        return queries.began_at(self._connection)
 
     def cost_usd(self) -> float:
         """Cost of all GPU-seconds, lost ones included. Constant time: it is asked for every few seconds."""
@@ -411,7 +376,7 @@ class SqliteLedger:
 
     def close(self) -> None:
         """Close the database; nothing is buffered."""
-        self._connection.close()
+        self.connection.close()
 
     def __enter__(self) -> Self:
         return self
