@@ -289,12 +289,11 @@ class Learner:
             seconds=seconds,
             timesteps_per_pass=self._update.largest_pass,
             recompute_level=self.passes.recompute_level,
-            work=self._forwards.take(self.family, operations=self.family.device.type != "cpu"),
-            peak_flop_s=peak_of(self.family.device, self.autocast or self.family.dtype),
         )
         self.log.extend(report.flat())
-        if report.work is not None:
-            self.log.worked("train", report.work, report.seconds, report.peak_flop_s)
+        work = self._forwards.take(self.family, operations=self.family.device.type != "cpu")
+        peak_flop_s = peak_of(self.family.device, self.autocast or self.family.dtype)
+        self.log.worked("train", work, seconds, peak_flop_s)
         self._labels = 0
         self._drop_update()
         return report
