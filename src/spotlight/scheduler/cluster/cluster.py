@@ -406,11 +406,10 @@ class Cluster:
         return self._trainers
 
     def willing(self, group: WorkerGroup) -> bool:
-        """Whether a group waits for work, holds the target version and is not draining."""
+        """Whether a group waits for work with the target version; none is ready on a node that drains."""
         return (
             group.capacity > 0
             and group.state is GroupState.READY
-            and not self.hosts[group.node].draining
             and all(self.workers[name].version == self.target for name in group.members)
         )
 

@@ -156,12 +156,8 @@ class Dispatcher:
 
     def preview_workers(self, *, trainers: bool) -> int:
         """Workers that can make previews; ``trainers``: also those on GPUs that train."""
-        able = 0
-        for group in self.cluster.groups.values():
-            host = self.cluster.hosts[group.node]
-            if group.state is not GroupState.STOPPING and not host.draining:
-                able += len(group.members) if trainers or not host.node.trains else 0
-        return able
+        able = (each for each in self.cluster.groups.values() if each.state is not GroupState.STOPPING)
+        return sum(len(each.members) for each in able if trainers or not each.trains)
 
     def _abandon_previews(self, leases: list[Lease]) -> None:
         """Have the holders of requeued previews stop at the next step boundary and pull."""
