@@ -45,6 +45,7 @@ from spotlight.scheduler import events as ev
 from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.stages import Stage
 from spotlight.scheduler.types import (
+    PHASE_OF,
     NodeId,
     NodeKind,
     Phase,
@@ -420,14 +421,11 @@ class Head:
 
     def _show_work(self) -> None:
         controller, observer = self.controller, self.observer
-        for purpose, phase in (
-            (Purpose.TRAIN, Phase.ROLLOUT),
-            (Purpose.EVAL, Phase.EVALUATION),
-        ):
+        for purpose in (Purpose.TRAIN, Purpose.EVAL):
             total = sum(rollout.purpose is purpose for rollout in controller.rollouts.values())
             left = controller.queue.outstanding_for(purpose)
             if left:
-                observer.work(phase, total - left, total)
+                observer.work(PHASE_OF[purpose], total - left, total)
                 return
         if controller.stage is Stage.PREPARING:
             total = sum(len(work.rollouts) for work in controller.work.extra)
