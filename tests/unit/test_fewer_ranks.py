@@ -94,7 +94,7 @@ def test_the_controller_forms_the_larger_one_and_takes_it_when_nothing_is_unsave
 
     def tell(event: ev.NodeJoined | ev.NodeLost) -> None:
         life.observe(event)
-        fleet.handle(event)
+        fleet.observe(event)
         fleet.place()
 
     tell(ev.NodeJoined(node("a")))
@@ -119,7 +119,7 @@ def test_a_lost_learner_is_restored_with_as_few_ranks_as_allowed() -> None:
     life = LearnerLife(2, Fleet(cluster), STATE, 1)
     life.lost()
     assert list(life.placed(1, idle=True)) == []
-    cluster.handle(ev.NodeJoined(node("a")))
+    cluster.join(node("a"))
     assert list(life.placed(1, idle=True)) == [ef.RestoreLearner(1, 0)]
 
 

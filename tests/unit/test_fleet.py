@@ -54,10 +54,7 @@ class World:
     def tell(self, *events: ev.Event, now: float = 0.0) -> list[ef.Effect]:
         for event in events:
             self.fleet.now = self.cluster.now = now
-            if isinstance(event, ev.MachineEvent):
-                self.fleet.handle(event)
-            else:
-                self.fleet.observe(event)
+            self.fleet.observe(event)
             self.fleet.place()
             self.fleet.check()
         ordered, self.fleet.effects = self.fleet.effects, []

@@ -36,7 +36,7 @@ class Moving:
     def tell(self, event: ev.MachineEvent | ev.LearnerRestored | ev.LearnerPrepared) -> None:
         self.life.observe(event)
         if not isinstance(event, ev.LearnerRestored | ev.LearnerPrepared):
-            self.fleet.handle(event)
+            self.fleet.observe(event)
             self.fleet.place()
 
     def placed(self, *, idle: bool = False, waits: bool = False) -> list[ef.Effect]:

@@ -15,7 +15,6 @@ from spotlight.data.datasets import Prompts
 from spotlight.models.shared.flop_count import Compute
 from spotlight.runtime.assembly import components as build
 from spotlight.runtime.assembly.preview_settings import (
-    preview_steps,
     report_note,
     report_row,
 )
@@ -75,7 +74,7 @@ def test_previews_follow_the_path_of_their_rollouts(sampler: tuple[str, ...], pa
     assert (preview.sampler, preview.window) == (train.sampler, train.window)
     assert (preview.path_steps, preview.keeps) == (path, "final")
     assert (preview.guidance_scale, train.guidance_scale) == (1, 4)
-    assert preview_steps(config) == (6,)
+    assert config.preview_steps == (6,)
     as_rollouts = load_config(None, ["exploration={}", "rollout.true_cfg_scale=4"])
     recipes = build.make_recipes(as_rollouts, build.make_algorithm(as_rollouts))
     assert recipes[Purpose.EXPLORE].guidance_scale == 4

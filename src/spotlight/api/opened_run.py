@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from spotlight.api.arguments import overrides_of, require_kind
+from spotlight.report.wording import plural
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.run_store import Wanted, stored_run, stored_runs
 from spotlight_rewards.base.file_errors import StoreError
@@ -226,7 +227,7 @@ class Run:
         )
         head = "".join(f"<th>{html.escape(curve)}</th>" for curve in record.curves)
         name = html.escape(
-            f"{record.config.name}: {record.history.iterations} iterations, {record.history.state}"
+            f"{record.config.name}: {plural(record.history.iterations, 'iteration')}, {record.history.state}"
         )
         return f"<b>{name}</b><table><tr><th>iteration</th>{head}</tr>{rows}</table>"
 

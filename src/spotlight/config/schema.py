@@ -164,11 +164,16 @@ class RunConfig(Section):
         return self.learner.decay_iterations * (self.learner.schedule_samples or trained) / trained
 
     @property
+    def preview_steps(self) -> tuple[int, ...]:
+        """Numbers of denoising steps that previews may have; none: nothing is previewed."""
+        if self.exploration is None:
+            return ()
+        return self.exploration.arms(self.rollout.group_size, self.rollout.steps)[1]
+
+    @property
     def preview_steps_min(self) -> int:
         """The fewest denoising steps of a preview; 0: nothing is previewed."""
-        if self.exploration is None:
-            return 0
-        return min(self.exploration.arms(self.rollout.group_size, self.rollout.steps)[1])
+        return min(self.preview_steps, default=0)
 
     @property
     def trained_timesteps(self) -> int:

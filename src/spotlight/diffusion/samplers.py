@@ -16,7 +16,7 @@ Invariants
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -246,7 +246,8 @@ def interpolate(x0: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
     return (1 - sigma) * x0.float() + sigma * noise.float()
 
 
-SAMPLERS = ("flow-sde", "cps", "dance", "ode")
+_NOISY: Mapping[str, Callable[[float], Sampler]] = {"flow-sde": FlowSDE, "cps": CPS, "dance": Dance}
+SAMPLERS = (*_NOISY, "ode")
 
 
 def build_sampler(name: str, noise_level: float) -> Sampler:
@@ -255,18 +256,13 @@ def build_sampler(name: str, noise_level: float) -> Sampler:
     Raises:
         ValueError: unknown name, or a noise level outside the sampler's range.
     """
-    match name:
-        case "flow-sde":
-            return FlowSDE(noise_level)
-        case "cps":
-            return CPS(noise_level)
-        case "dance":
-            return Dance(noise_level)
-        case "ode":
-            if noise_level != 0:
-                raise ValueError(f"noise level of sampler 'ode' is {noise_level}; it takes none: set it to 0")
-            return ODE()
-    raise ValueError(f"unknown sampler {name!r}; expected one of {', '.join(SAMPLERS)}")
+    if name not in SAMPLERS:
+        raise ValueError(f"unknown sampler {name!r}; expected one of {', '.join(SAMPLERS)}")
+    if name != "ode":
+        return _NOISY[name](noise_level)
+    if noise_level != 0:
+        raise ValueError(f"noise level of sampler 'ode' is {noise_level}; it takes none: set it to 0")
+    return ODE()
 
 
 def _langevin(x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor, q: Tensor) -> Moments:

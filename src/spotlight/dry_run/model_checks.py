@@ -71,7 +71,7 @@ def require_supported(config: RunConfig, files: PipelineFiles | None) -> None:
     if (exploration := config.exploration) is not None:
         section, _, name = exploration.steps_key.rpartition(".")
         with under(section):
-            for steps in exploration.arms(rollout.group_size, rollout.steps)[1]:
+            for steps in config.preview_steps:
                 family.check_steps(files, steps, name)
     with under("fleet.sequence_parallel"):
         asked = config.fleet.sequence_parallel

@@ -245,7 +245,7 @@ def lora_parameters(bound: Mapping[str, tuple[int, int]], rank: int) -> int:
     return sum(rank * (outputs + inputs) for outputs, inputs in bound.values())
 
 
-def _shapes(files: PipelineFiles, component: str) -> dict[str, tuple[int, ...]]:
+def _shapes(files: PipelineFiles, component: str) -> Mapping[str, tuple[int, ...]]:
     """By the headers of the files, or of a published model that is not here by its configuration."""
     if files.known is not None:
         # Imported here: the disk check of every run imports this module, and needs no diffusers.

@@ -126,11 +126,10 @@ def _place_of(config: RunConfig, reward: RewardConfig) -> RewardPlace:
     found = {source: _numbers(source) for source in named.values()}
     missing = tuple(source for source, numbers in found.items() if numbers is None)
     held = None if missing else float(sum(each or 0 for each in found.values()) * number_bytes)
-    own = reward.name not in REWARDS.built_in
     return RewardPlace(
         reward.curve,
         reward.weight,
-        _replicas(config, reward, traits, own),
+        _replicas(config, reward, traits, own=function is None),
         _where(config, reward),
         _server(reward.params),
         held,
@@ -138,7 +137,7 @@ def _place_of(config: RunConfig, reward: RewardConfig) -> RewardPlace:
     )
 
 
-def _replicas(config: RunConfig, reward: RewardConfig, traits: RewardTraits, own: bool) -> int | None:
+def _replicas(config: RunConfig, reward: RewardConfig, traits: RewardTraits, *, own: bool) -> int | None:
     chosen = reward.replicas or config.reward_policy.workers
     if chosen is not None:
         return chosen

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self
@@ -348,6 +348,12 @@ class ModelFamily(FamilyTraits, ABC):
             return self.combine(*both, guidance.scale)
 
         return by_rows(model, self.first_transformer(sigma), run)
+
+    @staticmethod
+    def output_of(call: Callable[..., Any], *inputs: Any, **named: Any) -> Tensor:
+        """What a transformer of diffusers, or a VAE's ``decode``, returns without its wrapping."""
+        output: Tensor = call(*inputs, **named, return_dict=False)[0]
+        return output
 
     def rounded(self, sigma: Tensor) -> Tensor:
         """Noise levels as most pipelines round them: times 1000, cast to ``dtype``, divided by 1000."""

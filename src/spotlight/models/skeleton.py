@@ -6,9 +6,11 @@ so a partly filled module cannot be used by mistake.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -74,13 +76,18 @@ def skeleton(
     return model.eval()
 
 
-def shapes_of(config: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
+def shapes_of(config: Mapping[str, object]) -> Mapping[str, tuple[int, ...]]:
     """Shapes of the parameters of a diffusers model by its ``config.json``, on the meta device: no memory."""
+    return _shapes_of(json.dumps(config))
+
+
+@lru_cache(maxsize=64)  # more than the published models have; making one takes up to a second
+def _shapes_of(config: str) -> Mapping[str, tuple[int, ...]]:
     import diffusers
 
-    kind = getattr(diffusers, str(config["_class_name"]))
+    settings = json.loads(config)
     with torch.device("meta"):
-        model = kind.from_config(dict(config))
+        model = getattr(diffusers, settings["_class_name"]).from_config(settings)
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 

@@ -234,22 +234,19 @@ class Controller:
                 self.ledger.check()
             case ev.TimePassed():
                 pass
-            case ev.NodeJoined() | ev.NodeLost() | ev.NodeNoticed() | ev.NodeAdvised() | ev.NoticeCancelled():
+            case _ if isinstance(event, ev.MachineEvent):
                 self.learner.observe(event)
-                self.fleet.handle(event)
+                self.fleet.observe(event)
             case _:
                 self.cluster.handle(event)
                 self.fleet.observe(event)
 
     def _after_the_end(self, event: ev.Event) -> None:
         """Machines still come and go: a lost learner is formed again to export the weights."""
-        match event:
-            case ev.GpuTimeSpent():
-                self._dispatch(event)
-            case ev.NodeJoined() | ev.NodeLost() | ev.NodeNoticed() | ev.NodeAdvised() | ev.NoticeCancelled():
-                self.fleet.handle(event)
-            case ev.LearnerStarted() | ev.LearnerLost():
-                self.fleet.observe(event)
+        if isinstance(event, ev.GpuTimeSpent):
+            self._dispatch(event)
+        elif isinstance(event, ev.MachineEvent | ev.LearnerStarted | ev.LearnerLost):
+            self.fleet.observe(event)
         self._place_machines()
         self.cluster.effects.clear()  # nothing rolls out any more
 

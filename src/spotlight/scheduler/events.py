@@ -349,7 +349,7 @@ NodeEvent: TypeAlias = NodeJoined | NodeNoticed | NoticeCancelled | NodeLost
 MachineEvent: TypeAlias = NodeEvent | NodeAdvised
 
 ClusterEvent: TypeAlias = (
-    NodeEvent | WorkerStarted | WorkerCrashed | WeightsPulled | PullFailed | GroupFormed | GroupStopped
+    WorkerStarted | WorkerCrashed | WeightsPulled | PullFailed | GroupFormed | GroupStopped
 )
 
 Event: TypeAlias = (
@@ -366,7 +366,7 @@ Event: TypeAlias = (
     | EvaluationReported
     | CheckpointCommitted
     | ClusterEvent
-    | NodeAdvised
+    | MachineEvent
     | GroupPulled
     | LeaseProgressed
     | LeaseCompleted

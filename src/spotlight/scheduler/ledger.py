@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import IntEnum
 
 from pydantic import TypeAdapter
@@ -70,9 +70,9 @@ class Ledger:
     rejected: Counter[str] = field(default_factory=Counter)
     gpu_seconds: dict[Phase, float] = field(default_factory=dict)
     billed_s: float = 0.0
+    prompts: set[PromptId] = field(default_factory=set)
     _open: dict[RolloutId, _OpenRollout] = field(default_factory=dict)
     _in_flight: Counter[Purpose] = field(default_factory=Counter)
-    _prompts: set[PromptId] = field(default_factory=set)
     _written: list[tuple[int, Record]] = field(default_factory=list)
 
     # -- facts -----------------------------------------------------------------------------------------
@@ -81,8 +81,8 @@ class Ledger:
         """Open a rollout; it must end in exactly one outcome."""
         if rollout.id in self._open:
             raise AccountingError(f"rollout {rollout.id} issued twice")
-        if prompt.id not in self._prompts:
-            self._prompts.add(prompt.id)
+        if prompt.id not in self.prompts:
+            self.prompts.add(prompt.id)
             self._write(PromptSeen(prompt))
         self.issued[rollout.purpose] += 1
         self._open[rollout.id] = _OpenRollout(rollout.purpose)
@@ -206,26 +206,14 @@ class Ledger:
             "dropped": dict(self.dropped),
             "dropped_purpose": dict(self.dropped_purpose),
             "rejected": dict(self.rejected),
-            "prompts": sorted(self._prompts),
+            "prompts": sorted(self.prompts),
         }
 
     @classmethod
     def restore(cls, snapshot: Mapping[str, object]) -> Ledger:
         """The ledger that made ``snapshot``. GPU-seconds restart at 0: the durable ledger has them."""
         saved = typed(_SAVED, snapshot, "ledger")
-        return cls(
-            position=saved.position,
-            issued=saved.issued,
-            finished=saved.finished,
-            trained=saved.trained,
-            evaluated=saved.evaluated,
-            explored=saved.explored,
-            replaced_prompts=saved.replaced_prompts,
-            dropped=saved.dropped,
-            dropped_purpose=saved.dropped_purpose,
-            rejected=saved.rejected,
-            _prompts=saved.prompts,
-        )
+        return cls(**{each.name: getattr(saved, each.name) for each in fields(saved)})
 
     # -- inside ----------------------------------------------------------------------------------------
 
@@ -260,6 +248,8 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True)
 class _SavedCounts:
+    """Those of a ledger's fields that a checkpoint has."""
+
     position: int
     issued: Counter[Purpose]
     finished: Counter[Purpose]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.autograd.profiler import profile
 
 T = TypeVar("T")
 _MEMINFO = Path("/proc/meminfo")
@@ -72,7 +72,7 @@ def measure_peak(device: torch.device, work: Callable[[], T]) -> tuple[T, int]:
     if device.type == "cuda":
         with measured_peak(device) as peak_bytes:
             return work(), peak_bytes()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+    with profile(use_kineto=True, profile_memory=True) as profiler:
         result = work()
     held = peak = 0
     for _, size in sorted((e.start_ns(), e.nbytes()) for e in _recorded(profiler) if e.name() == "[memory]"):
@@ -83,7 +83,7 @@ def measure_peak(device: torch.device, work: Callable[[], T]) -> tuple[T, int]:
 
 def _recorded(profiler: profile) -> Any:
     # Not profiler.events(), which has what operators allocate, but not all that is freed between them.
-    return profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    return profiler.kineto_results.events()  # type: ignore[union-attr]
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:

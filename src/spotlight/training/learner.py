@@ -37,14 +37,13 @@ from torch.nn.utils import clip_grads_with_norm_
 from spotlight.algorithms.base import Algorithm
 from spotlight.config.sections.learner_section import LearnerConfig
 from spotlight.models.condition import Condition
-from spotlight.models.experts import rows_uncounted
 from spotlight.models.family import ModelFamily
 from spotlight.models.media import MediaSize
 from spotlight.models.shared.flop_count import ForwardLog
 from spotlight.models.slots import WeightSlots
 from spotlight.training import learner_state as state
 from spotlight.training.batching.batch import TrainedGroups, TrainingSample, kept_steps, require_fresh, stack
-from spotlight.training.optimizer import adamw, bytes_to_come, gradient_norm, trained
+from spotlight.training.optimizer import adamw, gradient_norm, trained
 from spotlight.training.passes import Bound, MicroBatchPolicy, TrainingPasses
 from spotlight.training.recompute import recompute
 from spotlight.training.settings import (
@@ -124,22 +123,15 @@ class Learner:
         self.autocast = autocast_type(config, family.dtype)
         self.ranks = Ranks() if ranks is None else ranks
         self._size, self._guidance, self._forwards = size, guidance, ForwardLog()
-        recomputation = recompute(slots.modules()["policy"], config.recompute)
+        module = slots.modules()["policy"]
+        recomputation = recompute(module, config.recompute)
         shard(slots, self.ranks, compute_type(config), config.shard)
         if family.deferred:
             family.read_weights(list(slots.modules().values()))
         self._unread = family.unread_layers()
         self.optimizer = adamw(slots, config)
         self.passes = TrainingPasses(
-            algorithm,
-            self.ranks,
-            family.device,
-            per_pass=config.timesteps_per_pass,
-            budget_bytes=config.pass_memory_bytes,
-            parameters=partial(trained, self.optimizer),
-            reserve=partial(bytes_to_come, self.optimizer),
-            trial=partial(rows_uncounted, slots.modules()["policy"]),
-            recomputation=recomputation,
+            algorithm, self.ranks, family.device, config, module, self.optimizer, recomputation
         )
         self.steps = 0
         """Optimizer steps applied: the policy version."""
@@ -289,12 +281,11 @@ class Learner:
             seconds=seconds,
             timesteps_per_pass=self._update.largest_pass,
             recompute_level=self.passes.recompute_level,
-            work=self._forwards.take(self.family, operations=self.family.device.type != "cpu"),
-            peak_flop_s=peak_of(self.family.device, self.autocast or self.family.dtype),
         )
         self.log.extend(report.flat())
-        if report.work is not None:
-            self.log.worked("train", report.work, report.seconds, report.peak_flop_s)
+        work = self._forwards.take(self.family, operations=self.family.device.type != "cpu")
+        peak_flop_s = peak_of(self.family.device, self.autocast or self.family.dtype)
+        self.log.worked("train", work, seconds, peak_flop_s)
         self._labels = 0
         self._drop_update()
         return report

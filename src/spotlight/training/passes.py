@@ -14,21 +14,23 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from spotlight.algorithms.base import Algorithm, LossTerms, Slot, TrainBatch
+from spotlight.config.sections.learner_section import LearnerConfig
 from spotlight.models.condition import Condition, Guidance
+from spotlight.models.experts import rows_uncounted
 from spotlight.models.family import ModelFamily
 from spotlight.models.media import MediaSize
 from spotlight.models.shared.flop_count import ForwardLog
 from spotlight.models.slots import WeightSlots
 from spotlight.training.device_memory import free_bytes, is_out_of_memory, measure_peak, release
+from spotlight.training.optimizer import bytes_to_come, trained
 from spotlight.training.recompute import Climb, Recomputation, modes_at
 from spotlight.training.settings import TrainingError, TrainingGuidance
 from spotlight.training.sharding import Ranks
@@ -85,11 +87,9 @@ class TrainingPasses:
     """Runs passes and tracks how many timesteps fit.
 
     Args:
-        per_pass: most timesteps per pass, or ``auto``: as many as fit, measured for each new shape.
-        budget_bytes: for a pass with ``auto``; None: the free memory.
-        parameters: those with gradients.
-        reserve: bytes to be allocated and held during a pass (with ``auto``).
-        trial: around passes that only measure.
+        config: says how many timesteps share a pass, and what memory a pass may take.
+        module: what is trained.
+        optimizer: of its parameters; what it is still to allocate, passes leave free.
         recomputation: whose level is to be found for each new shape; None: it is given. Of ``auto``
             timesteps, several share a pass only where nothing is computed again.
     """
@@ -99,18 +99,15 @@ class TrainingPasses:
         algorithm: Algorithm,
         ranks: Ranks,
         device: torch.device,
-        *,
-        per_pass: int | Literal["auto"],
-        budget_bytes: int | None,
-        parameters: Callable[[], Sequence[Tensor]],
-        reserve: Callable[[], int],
-        trial: Callable[[], AbstractContextManager[object]] = nullcontext,
-        recomputation: Recomputation | None = None,
+        config: LearnerConfig,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        recomputation: Recomputation | None,
     ) -> None:
         self._algorithm, self._ranks, self._device = algorithm, ranks, device
         self._least = partial(ranks.least, device=device)
-        self._setting, self._budget_bytes = per_pass, budget_bytes
-        self._parameters, self._reserve, self._around_trial = parameters, reserve, trial
+        self._setting, self._budget_bytes = config.timesteps_per_pass, config.pass_memory_bytes
+        self._module, self._optimizer = module, optimizer
         self._recomputation = recomputation
         self._blocks = 0 if recomputation is None else recomputation.blocks
         self._levels: dict[tuple[Shape, int], int] = {}
@@ -219,7 +216,7 @@ class TrainingPasses:
             else:
                 before[:] = [
                     _sum(parameter.grad, held)
-                    for parameter, held in zip(self._parameters(), before, strict=True)
+                    for parameter, held in zip(trained(self._optimizer), before, strict=True)
                 ]
         return terms
 
@@ -243,7 +240,7 @@ class TrainingPasses:
     @contextmanager
     def _gradients_aside(self) -> Iterator[list[Tensor | None]]:
         """Yields the gradients set aside; on exit, the list's contents become the gradients."""
-        parameters = self._parameters()
+        parameters = trained(self._optimizer)
         before = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
@@ -274,7 +271,7 @@ class TrainingPasses:
     def _measured(self, bound: Bound, per_pass: int) -> int | None:
         """Peak bytes of a pass that changes nothing; None: it did not fit."""
         needed = None
-        with self._gradients_aside(), self._around_trial():
+        with self._gradients_aside(), rows_uncounted(self._module):
             try:
                 _, needed = measure_peak(self._device, lambda: self._trial(bound, per_pass))
             except RuntimeError as error:
@@ -293,7 +290,7 @@ class TrainingPasses:
     def _budget(self) -> float:
         if self._budget_bytes is not None:
             return self._budget_bytes
-        return MARGIN * free_bytes(self._device) - self._reserve()
+        return MARGIN * free_bytes(self._device) - bytes_to_come(self._optimizer)
 
 
 def _require_fitting(terms: LossTerms, rows: int, algorithm: str) -> None:

@@ -109,8 +109,6 @@ class StepReport:
         timesteps_per_pass: of the largest pass on this rank.
         recompute_level: with ``learner.recompute: auto``, of the last pass: 0 with all blocks computed again,
             1 with all products kept, 2 with everything kept.
-        work: of this rank; None: unknown.
-        peak_flop_s: of this rank's device; None: unknown.
     """
 
     step: int
@@ -122,8 +120,6 @@ class StepReport:
     seconds: float
     timesteps_per_pass: int = 1
     recompute_level: float | None = None
-    work: Compute | None = None
-    peak_flop_s: float | None = None
 
     def flat(self) -> dict[str, float]:
         """As curves."""

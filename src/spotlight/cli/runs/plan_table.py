@@ -27,7 +27,7 @@ from spotlight.dry_run.reward_plan import RewardPlace
 from spotlight.dry_run.run_plan import Passes, RunPlan
 from spotlight.licences import licence_line
 from spotlight.models.media import MediaSize
-from spotlight.report.wording import count, duration, money, size
+from spotlight.report.wording import count, duration, money, plural, size
 from spotlight.store.run_store import StoredRuns
 
 
@@ -104,7 +104,7 @@ def _work(config: RunConfig, plan: RunPlan, kept: StoredRuns | None) -> Iterator
         why = f"{rollout.prompts_per_iteration} prompts x {chosen} of {rollout.group_size} pictures"
         yield "  trained", count(plan.trained_samples), f"{why}, by {config.algorithm.train_policy}"
     yield "iterations", count(config.iterations), f"{count(plan.samples * config.iterations)} samples in all"
-    steps = f"{config.iterations} iterations x {learner.updates_per_batch} updates"
+    steps = f"{plural(config.iterations, 'iteration')} x {plural(learner.updates_per_batch, 'update')}"
     yield "optimizer steps", count(plan.optimizer_steps), steps
     prompts = f"{count(plan.train_prompts)} for training, {count(plan.test_prompts)} held out"
     yield "prompts", count(plan.train_prompts + plan.test_prompts), prompts

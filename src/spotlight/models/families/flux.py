@@ -117,7 +117,8 @@ class Flux(ScaledVaeFamily):
     ) -> Tensor:
         """As :meth:`predict`, of tokens at ``positions``; text has none."""
         text = condition["embeds"]
-        prediction: Tensor = model(
+        return self.output_of(
+            model,
             hidden_states=latents,
             timestep=self.rounded(sigma),
             guidance=None if embedded is None else torch.full_like(sigma, embedded),
@@ -125,6 +126,4 @@ class Flux(ScaledVaeFamily):
             encoder_hidden_states=text,
             txt_ids=positions.new_zeros(text.shape[1], 3),
             img_ids=positions,
-            return_dict=False,
-        )[0]
-        return prediction
+        )

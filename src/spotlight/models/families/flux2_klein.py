@@ -104,16 +104,12 @@ class Flux2Klein(ModelFamily):
         return {"embeds": embeds[0]}
 
     def dynamic_shift(self, steps: int, size: MediaSize) -> dict[str, float]:
-        """``mu`` between that of 10 and of 200 steps, each linear in tokens; above 4300 tokens the latter."""
+        """The pipeline's own: between that of 10 and of 200 steps, each linear in tokens."""
+        from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
+
         if not self.scheduler.config.get("use_dynamic_shifting"):
             return {}
-        tokens = self.dimensions.tokens(size)
-        many = 0.00016927 * tokens + 0.45666666
-        if tokens > 4300:
-            return {"mu": many}
-        few = 8.73809524e-05 * tokens + 1.89833333
-        slope = (many - few) / 190.0
-        return {"mu": slope * steps + (many - 200.0 * slope)}
+        return {"mu": compute_empirical_mu(self.dimensions.tokens(size), steps)}
 
     def predict(
         self,
@@ -128,23 +124,21 @@ class Flux2Klein(ModelFamily):
         rows, columns = (torch.arange(n, device=self.device) for n in self.dimensions.grid(size))
         text, zero = condition["embeds"], rows[:1]
         words = torch.arange(text.shape[1], device=self.device)
-        prediction: Tensor = model(
+        return self.output_of(
+            model,
             hidden_states=latents,
             timestep=self.rounded(sigma),
             guidance=None if embedded is None else torch.full_like(sigma, embedded),
             encoder_hidden_states=text,
             txt_ids=torch.cartesian_prod(zero, zero, zero, words)[None],
             img_ids=torch.cartesian_prod(zero, rows, columns, zero)[None],
-            return_dict=False,
-        )[0]
-        return prediction
+        )
 
     def decode_frames(self, latents: Tensor, size: MediaSize) -> Tensor:
         norm = self.vae.bn
         std = torch.sqrt(norm.running_var + self.vae.config.batch_norm_eps)
         grid = unpack(latents * std + norm.running_mean, self.dimensions.grid(size))
-        decoded: Tensor = self.vae.decode(grid, return_dict=False)[0]
-        return decoded.unsqueeze(2)
+        return self.output_of(self.vae.decode, grid).unsqueeze(2)
 
     def encode_frames(self, frames: Tensor, size: MediaSize) -> Tensor:
         norm = self.vae.bn

@@ -121,20 +121,18 @@ class HunyuanVideo(ModelFamily):
         """The guidance scale is an input, times 1000; masked text."""
         text, mask = condition["embeds"], condition.mask("embeds")
         scale = None if embedded is None else latents.new_full(sigma.shape, embedded) * 1000.0
-        prediction: Tensor = model(
+        return self.output_of(
+            model,
             hidden_states=latents,
             timestep=sigma * self.scheduler.config.num_train_timesteps,
             encoder_hidden_states=text,
             encoder_attention_mask=text.new_ones(text.shape[:2]) if mask is None else mask.to(self.dtype),
             pooled_projections=condition["pooled"],
             guidance=scale,
-            return_dict=False,
-        )[0]
-        return prediction
+        )
 
     def decode_frames(self, latents: Tensor, size: MediaSize) -> Tensor:
         """Undo the scale, decode in overlapping chunks of frames; large ones in tiles."""
         self.vae.use_tiling = size.height * size.width > _UNTILED_PX
         scaled = latents / self.vae.config.scaling_factor
-        decoded: Tensor = self.vae.decode(scaled, return_dict=False)[0]
-        return decoded
+        return self.output_of(self.vae.decode, scaled)

@@ -163,7 +163,8 @@ class HunyuanVideo15(ModelFamily):
         """Two masked texts, and no picture: its latents and mask are zeros."""
         batch, channels, *grid = latents.shape
         picture = latents.new_zeros(batch, channels + 1, *grid)
-        prediction: Tensor = model(
+        return self.output_of(
+            model,
             hidden_states=torch.cat([latents, picture], dim=1),
             timestep=(sigma * self.scheduler.config.num_train_timesteps).to(self.dtype),
             encoder_hidden_states=condition[EMBEDS],
@@ -173,15 +174,12 @@ class HunyuanVideo15(ModelFamily):
             image_embeds=torch.zeros(
                 batch, 0, self.config.image_embed_dim, device=latents.device, dtype=latents.dtype
             ),
-            return_dict=False,
-        )[0]
-        return prediction
+        )
 
     def decode_frames(self, latents: Tensor, size: MediaSize) -> Tensor:
         """Undo the scale; decode each video by itself, large ones in tiles."""
         self.vae.use_slicing, self.vae.use_tiling = True, size.pixels > _UNTILED_PX
-        decoded: Tensor = self.vae.decode(latents / self.vae.config.scaling_factor, return_dict=False)[0]
-        return decoded
+        return self.output_of(self.vae.decode, latents / self.vae.config.scaling_factor)
 
 
 def _mask_keys(attn: nn.Module, args: tuple[()], given: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:

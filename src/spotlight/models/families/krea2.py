@@ -105,12 +105,11 @@ class Krea2(QwenVaeFamily):
         layers = self.config.num_text_layers
         rows, columns = (torch.arange(n, device=self.device) for n in self.dimensions.grid(size))
         positions = torch.cartesian_prod(zero, rows.float(), columns.float())
-        prediction: Tensor = model(
+        return self.output_of(
+            model,
             hidden_states=latents,
             encoder_hidden_states=text.reshape(*text.shape[:2], layers, -1),
             timestep=sigma.to(self.dtype),
             position_ids=torch.cat([positions.new_zeros(text.shape[1], 3), positions]),
             encoder_attention_mask=condition.mask("embeds"),
-            return_dict=False,
-        )[0]
-        return prediction
+        )

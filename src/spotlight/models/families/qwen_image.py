@@ -142,15 +142,14 @@ class QwenImage(QwenVaeFamily):
         size: MediaSize,
     ) -> Tensor:
         """Masked text, time as the pipeline rounds it."""
-        prediction: Tensor = model(
+        return self.output_of(
+            model,
             hidden_states=latents,
             timestep=self.rounded(sigma),
             encoder_hidden_states=condition["embeds"],
             encoder_hidden_states_mask=condition.mask("embeds"),
             img_shapes=[[(1, *self.dimensions.grid(size))]] * latents.shape[0],
-            return_dict=False,
-        )[0]
-        return prediction
+        )
 
     def combine(self, prediction: Tensor, negative: Tensor, scale: float) -> Tensor:
         """Each token is rescaled to the norm of its conditional prediction."""

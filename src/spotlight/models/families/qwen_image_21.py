@@ -141,20 +141,18 @@ class QwenImage21(ModelFamily):
 
         def run(length: int, rows: list[int]) -> Tensor:
             is_image = torch.arange(length + tokens // 4, device=self.device) >= length
-            output: Tensor = model(
+            return self.output_of(
+                model,
                 hidden_states=latents[rows],
                 timestep=timestep[rows],
                 encoder_hidden_states=texts[rows, :length],
                 img_shapes=[[(1, *self.dimensions.grid(size))]] * len(rows),
                 img_mask=is_image.expand(len(rows), -1),
-                return_dict=False,
-            )[0]
-            return output[:, -tokens:]
+            )[:, -tokens:]
 
         return by_kind(model, condition.lengths["embeds"], run)
 
     def decode_frames(self, latents: Tensor, size: MediaSize) -> Tensor:
         grid = latents.transpose(1, 2).reshape(-1, latents.shape[-1], 1, *self.dimensions.grid(size))
         mean, std = latent_statistics(self.vae, grid)
-        decoded: Tensor = self.vae.decode(grid * std + mean, return_dict=False)[0]
-        return decoded[:, :3]
+        return self.output_of(self.vae.decode, grid * std + mean)[:, :3]

@@ -164,15 +164,14 @@ class QwenImageEdit(QwenImage):
 
         def run(shapes: tuple[tuple[int, int], ...], rows: list[int]) -> Tensor:
             shown = references[rows, : sum(math.prod(shape) for shape in shapes)]
-            output: Tensor = model(
+            return self.output_of(
+                model,
                 hidden_states=torch.cat([latents[rows], shown], dim=1),
                 timestep=timestep[rows],
                 encoder_hidden_states=text[rows],
                 encoder_hidden_states_mask=None if mask is None else mask[rows],
                 img_shapes=[[(1, *shape) for shape in (self.dimensions.grid(size), *shapes)]] * len(rows),
-                return_dict=False,
-            )[0]
-            return output[:, :tokens]
+            )[:, :tokens]
 
         return by_kind(model, grids, run)
 

@@ -120,11 +120,10 @@ class StableDiffusion3(ScaledVaeFamily):
         size: MediaSize,
     ) -> Tensor:
         """The timestep is float32 at any dtype."""
-        prediction: Tensor = model(
+        return self.output_of(
+            model,
             hidden_states=latents,
             timestep=sigma * self.scheduler.config.num_train_timesteps,
             encoder_hidden_states=condition["embeds"],
             pooled_projections=condition["pooled"],
-            return_dict=False,
-        )[0]
-        return prediction
+        )

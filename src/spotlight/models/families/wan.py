@@ -213,14 +213,13 @@ class Wan(ModelFamily):
     ) -> Tensor:
         """The transformer's output; text is padded with zeros."""
         text = condition[EMBEDS]
-        prediction: Tensor = model(
+        return self.output_of(
+            model,
             hidden_states=latents,
             timestep=timestep,
             encoder_hidden_states=F.pad(text, (0, 0, 0, self.max_text_tokens - text.shape[1])),
             encoder_hidden_states_image=condition.tensors.get(SEEN),
-            return_dict=False,
-        )[0]
-        return prediction
+        )
 
     def first_transformer(self, sigma: Tensor) -> Tensor | None:
         steps, boundary = self.scheduler.config.num_train_timesteps, self._boundary

@@ -14,8 +14,7 @@ class ScaledVaeFamily(ModelFamily):
         config = self.vae.config
         whole = unpack(latents, self.dimensions.grid(size)) if self.packed else latents
         scaled = whole / config.scaling_factor + config.shift_factor
-        decoded: Tensor = self.vae.decode(scaled, return_dict=False)[0]
-        return decoded.unsqueeze(2)
+        return self.output_of(self.vae.decode, scaled).unsqueeze(2)
 
     def encode_frames(self, frames: Tensor, size: MediaSize) -> Tensor:
         latents = self.encode_picture(frames)

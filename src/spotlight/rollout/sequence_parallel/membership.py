@@ -240,18 +240,12 @@ class SpMembership:
             place.set(self.worker, "here")
             place.wait(list(group.members), timedelta(seconds=self._form_s))
         except RuntimeError as error:
-            missing = self._missing(group, place)
-            if missing is None:
+            try:
+                missing = [member for member in group.members if not place.check([member])]
+                why = f"{', '.join(missing) or 'nobody'} did not come within {self._form_s:g} s"
+            except RuntimeError:
                 why = f"the group store does not answer ({str(error).splitlines()[0]})"
-                raise FormationError(f"{self._attempt(group)}: {why}") from None
-            why = f"{', '.join(missing) or 'nobody'} did not come within {self._form_s:g} s"
             raise FormationError(f"{self._attempt(group)}: {why}") from None
-
-    def _missing(self, group: SpGroup, place: Store) -> tuple[WorkerId, ...] | None:
-        try:
-            return tuple(member for member in group.members if not place.check([member]))
-        except RuntimeError:
-            return None
 
     def _verify(self, group: SpGroup, rank: int, batch: int) -> int:
         """Exchange a first value: the least ``batch`` of all."""

@@ -369,13 +369,10 @@ class _Split:
 
 def require_interface() -> None:
     """Raise SequenceParallelError, naming what is missing, unless diffusers' interface is as expected."""
-    fields = {field.name for field in dataclasses.fields(ContextParallelConfig)}
-    gone = [
-        f"ContextParallelConfig.{name}" for name in ("ulysses_degree", *_SET_ON_CONFIG) if name not in fields
-    ]
-    if "context_parallel_config" not in {field.name for field in dataclasses.fields(ParallelConfig)}:
-        gone.append("ParallelConfig.context_parallel_config")
+    gone: list[str] = []
     for kind, names in (
+        (ContextParallelConfig, ("ulysses_degree", *_SET_ON_CONFIG)),
+        (ParallelConfig, ("context_parallel_config",)),
         (ContextParallelInput, ("split_dim", "split_output", "expected_dims")),
         (ContextParallelOutput, ("gather_dim",)),
     ):

@@ -20,7 +20,6 @@ from spotlight.models.family import ModelFamily
 from spotlight.models.slots import Slot, WeightSlots
 from spotlight.rollout.state import Recipe
 from spotlight.runtime.assembly import components as build
-from spotlight.runtime.assembly.preview_settings import preview_steps
 from spotlight.scheduler.types import Purpose
 from spotlight.training.batching.conditions import Conditions
 from spotlight.training.batching.feed import BatchFeed
@@ -74,7 +73,7 @@ def prepare_model(config: RunConfig, device: torch.device, held: ModelFamily | N
     size = media_size(config.rollout)
     family = build.load_family(config, device, deferred=True) if held is None else held
     require_supported(config, family.files)  # again: a model that had to be downloaded was not known yet
-    for steps in {config.rollout.steps, config.evaluation.steps, *preview_steps(config)}:
+    for steps in {config.rollout.steps, config.evaluation.steps, *config.preview_steps}:
         family.sigmas(steps, size)  # raises if the schedule does not support this number of steps
     _require_degrees(config, family)
     _require_shortcuts(config, family)

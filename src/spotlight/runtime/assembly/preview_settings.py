@@ -30,13 +30,6 @@ def preview_recipe(config: RunConfig, train: Recipe) -> Recipe:
     )
 
 
-def preview_steps(config: RunConfig) -> tuple[int, ...]:
-    """Numbers of denoising steps that previews may use."""
-    if config.exploration is None:
-        return ()
-    return config.exploration.arms(config.rollout.group_size, config.rollout.steps)[1]
-
-
 # -- reports -----------------------------------------------------------------------------------------------
 
 

@@ -22,7 +22,7 @@ Invariants
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from spotlight.scheduler import events as ev
@@ -102,16 +102,8 @@ class Cluster:
     # -- events ----------------------------------------------------------------------------------------
 
     def handle(self, event: ev.ClusterEvent) -> None:
-        """Process one cluster event; append to ``effects``."""
+        """Process an event of a worker or a group; append to ``effects``."""
         match event:
-            case ev.NodeJoined(node):
-                self._join(node)
-            case ev.NodeLost(node_id):
-                self._lose(node_id)
-            case ev.NodeNoticed(node_id, deadline_s):
-                self._notice(node_id, deadline_s)
-            case ev.NoticeCancelled(node_id):
-                self._cancel_notice(node_id)
             case ev.GroupFormed() | ev.GroupStopped():
                 self._group_answered(event)
             case _:
@@ -168,7 +160,7 @@ class Cluster:
         neighbours = (self.workers[name] for name in self.hosts[worker.node].workers)
         source = choose_source(worker, neighbours, self.target, self.plan.publishes)
         if source is None:
-            return  # a neighbour is fetching it; _load_node follows
+            return  # a neighbour is fetching it, and all of the node are loaded after it
         pull = PullWeights(worker.id, worker.epoch, self.target, self.lineage, source.kind, source.peer)
         worker.pull = pull
         patience_s = self.plan.start_s if source.kind is WeightKind.FULL else self.plan.answer_s
@@ -176,8 +168,9 @@ class Cluster:
         if earlier is not None and earlier.patience_s == patience_s:
             self._commands.inherit(("pull", worker.id), earlier)
 
-    def _load_node(self, node: NodeId) -> None:
-        for name in self.hosts[node].workers:
+    def load(self, workers: Iterable[WorkerId]) -> None:
+        """Have workers pull the published version, unless their group holds work of another."""
+        for name in workers:
             self._load(self.workers[name])
 
     def _forget_pull(self, worker: Worker) -> OpenCommand | None:
@@ -205,12 +198,13 @@ class Cluster:
         elif worker.leader is not None:
             self.consider(self.groups[worker.leader])
         if pull.kind is WeightKind.FULL:
-            self._load_node(worker.node)
+            self.load(self.hosts[worker.node].workers)
         self._load(worker)
 
     # -- nodes -----------------------------------------------------------------------------------------
 
-    def _join(self, node: Node) -> None:
+    def join(self, node: Node) -> None:
+        """A node is there: its workers start, if it rolls out."""
         host = self.hosts[node.id] = Host(node)
         if node.rolls_out:
             for gpu in range(node.gpus):
@@ -219,10 +213,10 @@ class Cluster:
                 host.workers.append(worker.id)
                 self._start(worker)
 
-    def _lose(self, node: NodeId) -> None:
-        if node in self.hosts:
-            self.count(Recovery.NODE_LOST)
-            self._remove(node)
+    def lose(self, node: NodeId) -> None:
+        """A node is gone, and with it its workers."""
+        self.count(Recovery.NODE_LOST)
+        self._remove(node)
 
     def reassign(self, nodes: Sequence[NodeId], parts: Sequence[Node]) -> None:
         """Nodes of a machine are others from now on, without notices; their workers end."""
@@ -230,12 +224,10 @@ class Cluster:
         for node in nodes:
             self._remove(node)
         for part in parts:
-            self._join(part)
+            self.join(part)
 
     def _remove(self, node: NodeId) -> None:
-        host = self.hosts.pop(node, None)
-        if host is None:
-            return
+        host = self.hosts.pop(node)
         self._drains.cancel(node)
         self.noticed.discard(node)
         for leader in list(host.leaders):
@@ -246,10 +238,9 @@ class Cluster:
             self._commands.done(("start", name))
             self._commands.done(("pull", name))
 
-    def _notice(self, node: NodeId, deadline_s: float) -> None:
-        if (host := self.hosts.get(node)) is None:
-            return
-        host.deadline_s = deadline_s
+    def notice(self, node: NodeId, deadline_s: float) -> None:
+        """A node ends then: it is drained before."""
+        self.hosts[node].deadline_s = deadline_s
         self.noticed.add(node)
         drain_s = deadline_s - self.plan.drain_margin_s
         if drain_s <= self.now:
@@ -264,12 +255,11 @@ class Cluster:
         for leader in list(host.leaders):
             self.stop(self.groups[leader])
 
-    def _cancel_notice(self, node: NodeId) -> None:
-        if (host := self.hosts.get(node)) is None or host.deadline_s is None:
-            return
+    def cancel_notice(self, node: NodeId) -> None:
+        """A node stays after all."""
         self.count(Recovery.NOTICE_CANCELLED)
         self._drains.cancel(node)
-        host.deadline_s, host.draining = None, False
+        self.hosts[node].deadline_s, self.hosts[node].draining = None, False
         self.noticed.discard(node)
         self._regroup(node)
 
@@ -294,7 +284,7 @@ class Cluster:
             if neighbour.pull is not None and neighbour.pull.peer == worker.id:
                 self.count(Recovery.PULL_LOST_PEER)
                 self._forget_pull(neighbour)
-        self._load_node(worker.node)
+        self.load(self.hosts[worker.node].workers)
 
     def _worker_answered(
         self, event: ev.WorkerStarted | ev.WorkerCrashed | ev.WeightsPulled | ev.PullFailed
@@ -357,7 +347,7 @@ class Cluster:
         elif isinstance(event, ev.GroupStopped):
             self._dissolve(group, self.hosts[group.node])
             self._regroup(group.node)
-            self._load_node(group.node)
+            self.load(self.hosts[group.node].workers)
         elif group.state is GroupState.FORMING:
             self.formed(group)
 
@@ -416,18 +406,12 @@ class Cluster:
         return self._trainers
 
     def willing(self, group: WorkerGroup) -> bool:
-        """Whether a group waits for work, holds the target version and is not draining."""
+        """Whether a group waits for work with the target version; none is ready on a node that drains."""
         return (
             group.capacity > 0
             and group.state is GroupState.READY
-            and not self.hosts[group.node].draining
             and all(self.workers[name].version == self.target for name in group.members)
         )
-
-    def load_group(self, group: WorkerGroup) -> None:
-        """Have a group's members pull the published version, unless they hold work of another."""
-        for name in group.members:
-            self._load(self.workers[name])
 
     def consider(self, group: WorkerGroup) -> None:
         """Put a group on the list of those that may be granted work, or take it off."""

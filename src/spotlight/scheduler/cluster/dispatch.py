@@ -51,7 +51,7 @@ class Dispatcher:
             self.queue.limits.works_on(group.leader, 0)
         group.capacity = event.capacity
         self.spare.pulled(group.leader)
-        cluster.load_group(group)
+        cluster.load(group.members)
         cluster.consider(group)
         demand = self.spare.demand()
         if not demand.pressing and (demand.needed or not self.queue.waiting):
@@ -66,7 +66,7 @@ class Dispatcher:
         if not self.queue.is_open(lease):
             self.pace.end(lease, self.cluster.now)
             if (group := self.cluster.groups.get(leader)) is not None:
-                self.cluster.load_group(group)
+                self.cluster.load(group.members)
 
     def failed(self, lease: LeaseId) -> None:
         """A rollout failed. If it was the lease's last, no pace is measured."""
@@ -156,12 +156,8 @@ class Dispatcher:
 
     def preview_workers(self, *, trainers: bool) -> int:
         """Workers that can make previews; ``trainers``: also those on GPUs that train."""
-        able = 0
-        for group in self.cluster.groups.values():
-            host = self.cluster.hosts[group.node]
-            if group.state is not GroupState.STOPPING and not host.draining:
-                able += len(group.members) if trainers or not host.node.trains else 0
-        return able
+        able = (each for each in self.cluster.groups.values() if each.state is not GroupState.STOPPING)
+        return sum(len(each.members) for each in able if trainers or not each.trains)
 
     def _abandon_previews(self, leases: list[Lease]) -> None:
         """Have the holders of requeued previews stop at the next step boundary and pull."""

@@ -134,11 +134,10 @@ class PullQueue:
         """Remove rollouts wherever they are. Returns the leases left empty."""
         emptied: list[Lease] = []
         for rollout in rollouts:
-            entry = self._entries.pop(rollout, None)
+            entry = self._entries.get(rollout)
             if entry is None:
                 continue
-            self._outstanding[entry.value] -= 1
-            self._done.add(rollout)
+            self._end(rollout)
             if entry.lease is None:
                 self._waiting[entry.value] -= 1
             else:
@@ -219,8 +218,7 @@ class PullQueue:
         if not taken:
             return None
         self.leases_granted += 1
-        rollouts = tuple(entry.rollout for entry in taken)
-        ids = tuple(rollout.id for rollout in rollouts)
+        ids = tuple(entry.rollout.id for entry in taken)
         self.limits.works_on(worker, self.count_held_by(worker) + len(ids))
         deadline_s = now + self.limits.limit_s(worker, self.lease_s)
         lease = Lease(LeaseId(self.leases_granted), worker, self._epochs[worker], ids, deadline_s)
@@ -230,7 +228,7 @@ class PullQueue:
         self._held[lease.id] = _OpenLease(lease, dict.fromkeys(ids), start, now)
         self._by_worker.setdefault(worker, {})[lease.id] = None
         self._deadlines.set(lease.id, lease.deadline_s)
-        return lease, rollouts, {rollout: step for rollout, step in start.items() if step}
+        return self.granted(lease.id)
 
     # -- work back -------------------------------------------------------------------------------------
 
@@ -375,7 +373,7 @@ class PullQueue:
         return sum(len(self._held[lease].open) for lease in counted)
 
     def granted(self, lease: LeaseId) -> tuple[Lease, tuple[Rollout, ...], dict[RolloutId, int]]:
-        """An open lease as granted, to resend a lost grant.
+        """An open lease as it is granted, and again if the grant was lost.
 
         The steps are those of the grant, from which progress is counted, not the latest committed.
         """

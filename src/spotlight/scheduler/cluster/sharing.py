@@ -149,8 +149,7 @@ class Serving:
             share = self.share(group, demand)
             if self.shares.is_sooner_done(group, share, demand.contended, able):
                 share -= 1
-        trains = group.trains and self.spare.explores
-        return self.spare.room(group.leader, trains, share, demand)
+        return self.spare.room(group.leader, group.trains, share, demand)
 
     def competes(self, group: WorkerGroup) -> bool:
         """Whether a group competes for the next work: not a trainer whose budget is planned."""

@@ -130,9 +130,9 @@ class Fleet:
     changes: int = 0
     _changed: bool = False
 
-    def handle(self, event: ev.MachineEvent) -> None:
-        """Process an event of a machine that comes, goes, or gets a notice."""
-        self.changes += 1
+    def observe(self, event: ev.Event) -> None:
+        """Follow machines that come, go, or get a notice, and let policies see the event."""
+        self.changes += isinstance(event, ev.MachineEvent)
         match event:
             case ev.NodeJoined(node):
                 if (before := self.machines.get(node.id)) is not None:
@@ -150,10 +150,6 @@ class Fleet:
             case ev.NoticeCancelled(name) if name in self.machines:
                 self.machines[name].taken_s = None
                 self._announce(self.machines[name])
-        self.observe(event)
-
-    def observe(self, event: ev.Event) -> None:
-        """Let policies see an event."""
         self._changed = True
         for policy in self.policies:
             policy.observe(event, self)
@@ -226,7 +222,7 @@ class Fleet:
             self.cluster.reassign([part.id for part in before], parts)
         else:
             for part in parts:
-                self.cluster.handle(ev.NodeJoined(part))
+                self.cluster.join(part)
         if (before or (machine.node,)) != parts:
             self.effects.append(AssignRoles(machine.node.id, parts))
         self._announce(machine)
@@ -234,14 +230,16 @@ class Fleet:
     def _announce(self, machine: FleetMachine) -> None:
         ends_s = machine.ends_s
         for part in machine.parts:
-            if self.cluster.hosts[part.id].deadline_s != ends_s:
-                self.cluster.handle(
-                    ev.NoticeCancelled(part.id) if ends_s is None else ev.NodeNoticed(part.id, ends_s)
-                )
+            if self.cluster.hosts[part.id].deadline_s == ends_s:
+                continue
+            if ends_s is None:
+                self.cluster.cancel_notice(part.id)
+            else:
+                self.cluster.notice(part.id, ends_s)
 
     def _forget(self, machine: FleetMachine) -> None:
         for part in machine.parts:
-            self.cluster.handle(ev.NodeLost(part.id))
+            self.cluster.lose(part.id)
 
     # -- state -----------------------------------------------------------------------------------------
 

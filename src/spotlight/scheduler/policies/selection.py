@@ -91,14 +91,13 @@ def select(
         return Selection(SelectionVerdict.TOO_FEW)
     if max(rewards.values()) - min(rewards.values()) <= contrast_min:
         verdict = SelectionVerdict.NO_CONTRAST
-        return _drawn(verdict, rewards, count, draw_seed) if draw_flat else Selection(verdict)
+        return _with_drawn(verdict, rewards, (), count, draw_seed) if draw_flat else Selection(verdict)
     if len(rewards) == count:
         return Selection(SelectionVerdict.CHOSEN, tuple(sorted(rewards)))
     ranked = sorted(rewards, key=lambda seed: (rewards[seed], seed))
-    if policy is SelectionPolicy.RANDOM:
-        return _drawn(SelectionVerdict.CHOSEN, rewards, count, draw_seed)
-    chosen = _by_rank(ranked, rewards, count - kept_at_random, policy)
-    return _with_random(ranked, chosen, kept_at_random, draw_seed)
+    drawn = count if policy is SelectionPolicy.RANDOM else kept_at_random
+    chosen = _by_rank(ranked, rewards, count - drawn, policy)
+    return _with_drawn(SelectionVerdict.CHOSEN, rewards, chosen, drawn, draw_seed)
 
 
 def max_variance(rewards: Sequence[float], count: int) -> int:
@@ -132,11 +131,6 @@ def sample_variance(values: Sequence[float]) -> float:
     return sum((value - mean) ** 2 for value in values) / (len(values) - 1)
 
 
-def _drawn(verdict: SelectionVerdict, rewards: Mapping[int, float], count: int, draw_seed: int) -> Selection:
-    drawn = _shuffled(list(rewards), draw_seed)[:count]
-    return Selection(verdict, tuple(drawn), count)
-
-
 def _by_rank(
     ranked: Sequence[int], rewards: Mapping[int, float], count: int, policy: SelectionPolicy
 ) -> list[int]:
@@ -152,12 +146,13 @@ def _by_rank(
     return [*reversed(ranked[len(ranked) - high :]), *ranked[: count - high]]
 
 
-def _with_random(ranked: Sequence[int], chosen: Sequence[int], kept: int, draw_seed: int) -> Selection:
-    taken = set(chosen)
-    left = [seed for seed in ranked if seed not in taken]
-    drawn = _shuffled(left, draw_seed)[:kept]
-    return Selection(SelectionVerdict.CHOSEN, (*chosen, *drawn), kept)
-
-
-def _shuffled(seeds: Sequence[int], draw_seed: int) -> list[int]:
-    return sorted(seeds, key=lambda seed: derive_seed(draw_seed, "draw", seed))
+def _with_drawn(
+    verdict: SelectionVerdict,
+    rewards: Mapping[int, float],
+    chosen: Sequence[int],
+    count: int,
+    draw_seed: int,
+) -> Selection:
+    """Those chosen by rank, and ``count`` of the others at random."""
+    shuffled = sorted(rewards.keys() - {*chosen}, key=lambda seed: derive_seed(draw_seed, "draw", seed))
+    return Selection(verdict, (*chosen, *shuffled[:count]), count)

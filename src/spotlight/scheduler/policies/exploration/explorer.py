@@ -80,7 +80,7 @@ class Explorer:
             early: number of leading slots that are not explored.
         """
         planner = self.planner
-        if planner and self._closed is not None and self._exploration.where == "critical_path":
+        if planner is not None and self._closed is not None:
             arm, closed_s = self._closed
             planner.learn_rest(arm, now - closed_s)
         self._closed = None

@@ -15,7 +15,7 @@ Invariant: a preview becomes at most one rollout, of its prompt, seed, steps and
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from spotlight.config.section import Section
@@ -28,7 +28,7 @@ from spotlight.scheduler.policy import Begun, GroupPlan, Policy
 from spotlight.scheduler.rollouts import Rollouts
 from spotlight.scheduler.seeds import derive_seed
 from spotlight.scheduler.types import DropReason, Maker, PolicyVersion, Purpose, Rollout, RolloutId, Scores
-from spotlight_rewards.base.prompts import Prompt, PromptId
+from spotlight_rewards.base.prompts import PromptId
 
 
 class Exploration(Policy):
@@ -106,12 +106,7 @@ class Exploration(Policy):
             self._preview({slot: range(arm.seeds_per_prompt) for slot in slots})
 
     def _preview(self, members: Mapping[int, range]) -> None:
-        for slot, prompt, rollout in self._previews(members):
-            self.window.issue(slot, rollout)
-            self.work.issue_extra(self.window.work, prompt, rollout)
-
-    def _previews(self, members: Mapping[int, range]) -> Iterator[tuple[int, Prompt, Rollout]]:
-        """Previews for an iteration, prompt by prompt.
+        """Queue previews for an iteration, prompt by prompt.
 
         Not round-robin: if time runs out, some prompts are fully explored rather than all too little.
 
@@ -129,7 +124,8 @@ class Exploration(Policy):
                 preview = Rollout(
                     name, Purpose.EXPLORE, window.iteration, prompt.id, member, seed, steps, version
                 )
-                yield slot, prompt, preview
+                window.issue(slot, preview)
+                self.work.issue_extra(window.work, prompt, preview)
 
     def close(self, now: float) -> None:
         """Choose seeds from the scored previews; drop the rest."""
@@ -137,9 +133,8 @@ class Exploration(Policy):
         window, choice = self.explorer.close(now)
         self._window_changed(old)
         work.ledger.replace_prompts(choice.replaced)
-        for lease in work.queue.cancel(
-            [name for name in window.work.rollouts if name in window.work.unscored]
-        ):
+        unscored = [name for name in window.work.rollouts if name in window.work.unscored]
+        for lease in work.queue.cancel(unscored):
             work.dispatcher.revoked(lease)
         for rollout in choice.used:
             work.ledger.explore(rollout)
@@ -148,7 +143,7 @@ class Exploration(Policy):
             if rollout not in explored:
                 work.cluster.recoveries[Recovery.PREVIEW_DROPPED] += 1
                 work.ledger.drop(rollout, DropReason.EXPLORATION_OVER, "the weights it was for are published")
-        work.discard(name for name in window.work.rollouts if name in window.work.unscored)
+        work.discard(unscored)
         self.kept.offer(window)
 
     def groups(self, iteration: int, planned: Sequence[GroupPlan]) -> list[GroupPlan]:

@@ -52,8 +52,8 @@ class OnDemand(FleetPolicy):
         """See :class:`FleetPolicy`."""
         now, places, supply = fleet.now, self.places, self.supply
         waits = sum(places.target.values()) < self._ranks_min
-        self._waits_since_s = _since(self._waits_since_s, waits, now)
-        self._room_since_s = _since(self._room_since_s, places.spot_room, now)
+        self._waits_since_s = since(self._waits_since_s, waits, now)
+        self._room_since_s = since(self._room_since_s, places.spot_room, now)
         if supply.wanted is None:
             return
         wanted, why = supply.wanted, ""
@@ -107,7 +107,8 @@ class OnDemand(FleetPolicy):
         return min((at_s for at_s in times if at_s > fleet.now), default=None)
 
 
-def _since(before_s: float | None, holds: bool, now: float) -> float | None:
+def since(before_s: float | None, holds: bool, now: float) -> float | None:
+    """When something began that ``holds`` now, or None; ``before_s``: the answer before."""
     if not holds:
         return None
     return now if before_s is None else before_s

@@ -9,7 +9,7 @@ from spotlight.scheduler.fleet.fleet_machine import Fleet, FleetPolicy
 from spotlight.scheduler.fleet.supply import Supply
 from spotlight.scheduler.plan import Plan
 from spotlight.scheduler.policies.spot_learner.learner_places import LearnerPlaces
-from spotlight.scheduler.policies.spot_learner.on_demand import OnDemand
+from spotlight.scheduler.policies.spot_learner.on_demand import OnDemand, since
 from spotlight.scheduler.types import NodeKind
 
 
@@ -78,10 +78,7 @@ class SpotLearner(FleetPolicy):
 
     def _grow(self, now: float) -> None:
         """Move to more ranks once there has been room for them for long enough."""
-        if not self.places.larger:
-            self._room_since_s = None
-        elif self._room_since_s is None:
-            self._room_since_s = now
+        self._room_since_s = since(self._room_since_s, bool(self.places.larger), now)
         if self._room_since_s is not None and now >= self._room_since_s + self._grows_after_s:
             self._room_since_s = None
             self.places.grow()
