@@ -45,7 +45,7 @@ from spotlight.scheduler import events as ev
 from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.stages import Stage
 from spotlight.scheduler.types import (
-    NodeId,
+    PHASE_OF,
     NodeKind,
     Phase,
     PolicyVersion,
@@ -103,7 +103,6 @@ class Head:
     error: str | None = None
     stopped: bool = False
     _over: bool = False
-    _ending: dict[NodeKind, tuple[NodeId, ...]] = field(default_factory=dict)
     _groups: dict[WorkerId, tuple[int, tuple[WorkerId, ...]]] = field(default_factory=dict)
     _effort: _Effort = field(default_factory=_Effort)
     _waits_since_s: float | None = None
@@ -310,11 +309,11 @@ class Head:
                 self.learner.learner.leave(ray_id)
 
     def _provide(self, effect: ef.NodesWanted) -> None:
-        before, self._ending[effect.kind] = self._ending.get(effect.kind, ()), effect.ending
+        supply = self.supplies[effect.kind]
         for machine in effect.ending:
-            if machine not in before:
+            if machine not in supply.ending:
                 self.incidents.node_returned(machine, effect.kind)
-        self.supplies[effect.kind].want(effect.nodes, effect.ending)
+        supply.want(effect.nodes, effect.ending)
 
     def _roll_back(self, position: int) -> None:
         controller = self.controller
@@ -420,14 +419,11 @@ class Head:
 
     def _show_work(self) -> None:
         controller, observer = self.controller, self.observer
-        for purpose, phase in (
-            (Purpose.TRAIN, Phase.ROLLOUT),
-            (Purpose.EVAL, Phase.EVALUATION),
-        ):
+        for purpose in (Purpose.TRAIN, Purpose.EVAL):
             total = sum(rollout.purpose is purpose for rollout in controller.rollouts.values())
             left = controller.queue.outstanding_for(purpose)
             if left:
-                observer.work(phase, total - left, total)
+                observer.work(PHASE_OF[purpose], total - left, total)
                 return
         if controller.stage is Stage.PREPARING:
             total = sum(len(work.rollouts) for work in controller.work.extra)
