@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import os
+import shutil
 import socket
 import threading
 import time
@@ -222,6 +223,46 @@ def test_a_learner_that_waits_for_its_first_spot_node_is_reported(place: Path) -
         at_s = time.time() - 1200
         ledger.record_incident(Incident.LEARNER_WAITS, "learner", spot=True, detail="", now_s=at_s)
         assert names(watch.look(runs)) == [("no_spot_node", True)]
+
+
+def test_alerts_of_a_run_that_is_gone_are_over_and_a_later_one_of_its_name_has_its_own(place: Path) -> None:
+    watch = AlertWatch(RunAnswers())
+    with live(place) as (ledger, runs):
+        bill(ledger, Phase.IDLE, 600)
+        assert names(watch.look(runs)) == [("idle", True)]
+        elsewhere = place / "elsewhere"
+        elsewhere.mkdir()
+        shutil.copytree(runs["mine"].path, elsewhere / "mine")
+        moved = asyncio.run(ShownRuns([elsewhere]).look())
+        assert names(watch.look(moved)) == [("idle", False), ("idle", True)]
+        assert names(watch.look({})) == [("idle", False)]
+        assert watch.look({}) == []
+        assert names(watch.look(runs)) == [("idle", True)]
+
+
+def test_a_run_that_does_not_answer_keeps_its_alerts_and_says_the_others_later(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, answering = RunAnswers(), threading.Event()
+    answered, watch = answers.answer, AlertWatch(answers)
+
+    def answer_late(self: RunAnswers, *asked: Any) -> Any:
+        answering.wait(60)
+        return answered(*asked)
+
+    with live(place) as (ledger, runs):
+        bill(ledger, Phase.IDLE, 600)
+        assert names(watch.look(runs)) == [("idle", True)]
+        ledger.end_attempt(Ending.FAILED)
+        monkeypatch.setattr(alerts, "ASKED_S", 0.05)
+        monkeypatch.setattr(RunAnswers, "answer", answer_late)
+        assert watch.look(runs) == watch.look(runs) == []
+        answering.set()
+        monkeypatch.setattr(alerts, "ASKED_S", 60.0)
+        end_s = time.monotonic() + 60
+        while not (sent := watch.look(runs)) and time.monotonic() < end_s:
+            time.sleep(0.02)
+        assert names(sent) == [("ended", True), ("idle", False)]
 
 
 def test_a_run_that_cannot_be_read_does_not_end_the_watch(place: Path) -> None:

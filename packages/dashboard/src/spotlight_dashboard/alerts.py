@@ -11,7 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Event
 
 import httpx2
@@ -72,50 +72,51 @@ class AlertWatch:
     """Compares the findings of runs with those before.
 
     A run is watched from when it is seen running. When it has ended only that stands, until it runs again:
-    runs that ended before are history.
+    runs that ended before are history. Of a run that is gone, all is over.
     """
 
     answers: RunAnswers
     threads: RunThreads = field(default_factory=RunThreads)
-    _standing: dict[str, dict[str, Alert]] = field(default_factory=dict)
+    _standing: dict[RunFolder, dict[str, Alert]] = field(default_factory=dict)
 
     def look(self, runs: Mapping[str, RunFolder]) -> list[Alert]:
         """What has come and gone since the last look."""
         read = asyncio.run(self.threads.each("alerts", list(runs.values()), self._look_at, ASKED_S))
+        found: list[Alert] = []
+        for run in self._standing.keys() - set(runs.values()):
+            found += self._changes(run, {}, runs=False)
         for run in runs.values():
             if run not in read:
                 log.info("%s: does not answer", run.name)
-        found: list[Alert] = []
         for run, each in read.items():
             try:
-                found += each.get()
+                now, running = each.get()
+                found += self._changes(run, now, runs=running)
             except UNREADABLE as error:
                 log.info("%s: cannot be read now: %s", run.name, error)
             except Exception as error:  # noqa: BLE001 - one run's fault hides no other's alerts
                 log.warning("%s: no alerts of it now (%s)", run.name, type(error).__name__)
         return found
 
-    def _look_at(self, run: RunFolder) -> list[Alert]:
-        name = run.name
-        before = self._standing.get(name, {})
-        waits = name not in self._standing or any(ending in before for ending in ENDINGS)
+    def _look_at(self, run: RunFolder) -> tuple[dict[str, Alert], bool]:
+        """What stands now by name, and whether the run is running. Changes nothing: it may be left behind."""
+        before = self._standing.get(run, {})
+        waits = run not in self._standing or any(ending in before for ending in ENDINGS)
         if waits and self.answers.headline(run)["state"] != "running":
-            return []
+            return before, False
         answer = self.answers.answer(run, "accounting", {})
         assert answer is not None
-        now = _alerts(name, answer)
-        if answer["state"] != "running":  # when it was made, which may be before or after it ended
-            now = {ending: now[ending] for ending in ENDINGS if ending in now}
-        self._standing[name] = {key: before.get(key, alert) for key, alert in now.items()}
-        if answer["state"] != "running" and not now:
-            del self._standing[name]
-        come = [alert for alert in now.values() if alert.name not in before]
-        gone = [
-            Alert(name, alert.name, False, alert.finding, alert.remedy, alert.serious, time.time())
-            for alert in before.values()
-            if alert.name not in now
-        ]
-        return come + gone
+        now = _alerts(run.name, answer)
+        running = answer["state"] == "running"  # when it was made, which may be before or after it ended
+        return now if running else {ending: now[ending] for ending in ENDINGS if ending in now}, running
+
+    def _changes(self, run: RunFolder, now: Mapping[str, Alert], *, runs: bool) -> list[Alert]:
+        before = self._standing.pop(run, {})
+        if now or runs:
+            self._standing[run] = {name: before.get(name, alert) for name, alert in now.items()}
+        come = [alert for name, alert in now.items() if name not in before]
+        gone = [alert for name, alert in before.items() if name not in now]
+        return come + [replace(alert, firing=False, at=time.time()) for alert in gone]
 
 
 def _alerts(run: str, answer: Json) -> dict[str, Alert]:
