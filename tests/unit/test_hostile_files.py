@@ -27,6 +27,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from spotlight.cli.main import app
+from spotlight.cluster.learner.learner_rank import _write_to
 from spotlight.models.slots import CopySlots
 from spotlight.runtime.attempt import _attempt_log
 from spotlight.store.checkpoints import CheckpointStore
@@ -228,6 +229,11 @@ def _attempt(run: Path) -> None:
         pass
 
 
+def _learner(run: Path) -> None:
+    os.mkfifo(run / "learner-001-rank-0.log")
+    _write_to(run / "learner-001-rank-0.log", "")
+
+
 def _lasting(run: Path) -> None:
     os.mkfifo(run / "wandb-id")
     lasting_id(run / "wandb-id")
@@ -239,7 +245,7 @@ def _pointer(run: Path) -> None:
     pointer_of(run)
 
 
-@pytest.mark.parametrize("read", [_vote, _attempt, _lasting, _pointer])
+@pytest.mark.parametrize("read", [_vote, _attempt, _learner, _lasting, _pointer])
 def test_a_pipe_in_a_run_is_an_error_and_not_waited_for(read: Callable[[Path], None], tmp_path: Path) -> None:
     with pytest.raises((StoreError, OSError), match="not a regular file"):
         read(tmp_path)

@@ -183,7 +183,10 @@ class TestFailures:
 
     def test_a_log_that_cannot_be_written_does_not_stop_the_scoring(self, workplace: Path) -> None:
         with RewardPool([spec("faces")]) as pool:
-            pool.log_to(workplace / "nowhere")
-            ask(pool, "exit")
+            (workplace / "pipe").mkdir()
+            os.mkfifo(workplace / "pipe" / "reward-faces-0.log")
+            for place in ("nowhere", "pipe"):
+                pool.log_to(workplace / place)
+                ask(pool, "exit")
             (sample,) = ask(pool, "a")
         assert isinstance(sample, ScoredSample)

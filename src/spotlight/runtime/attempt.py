@@ -47,7 +47,7 @@ from spotlight.store.store_errors import DamagedCheckpointError, LedgerError
 from spotlight.store.training_pictures import TrainingPictures
 from spotlight.training.sharding import Ranks
 from spotlight_rewards.base.file_errors import StoreError, storage_errors
-from spotlight_rewards.base.files import open_regular
+from spotlight_rewards.base.files import open_to_append
 from spotlight_rewards.reward import RewardSetupError, same_scorer
 
 log = logging.getLogger("spotlight")
@@ -298,8 +298,7 @@ class _AttemptLog(logging.FileHandler):
 @contextmanager
 def _attempt_log(path: Path) -> Iterator[None]:
     with storage_errors("cannot write the log", path):
-        if path.exists():
-            open_regular(path).close()
+        open_to_append(path).close()
         handler = _AttemptLog(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger()

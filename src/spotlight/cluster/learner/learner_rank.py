@@ -60,6 +60,7 @@ from spotlight.training.settings import traced_phases
 from spotlight.training.sharding import Meeting, Ranks, process_group
 from spotlight_kernels.measure.step_profile import StepProfiler
 from spotlight_rewards.base.errors import ConfigError, Problem
+from spotlight_rewards.base.files import open_to_append
 from spotlight_rewards.base.prompts import Prompt, PromptId
 from spotlight_weights.bundle import WeightsManifest, pack
 from spotlight_weights.flat import digest_of
@@ -434,10 +435,9 @@ class LearnerRank:
 
 def _write_to(path: Path, note: str) -> None:
     path.parent.mkdir(exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
+    with open_to_append(path) as file:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
     os.write(2, f"learner rank in process {os.getpid()} on {socket.gethostname()}{note}\n".encode())

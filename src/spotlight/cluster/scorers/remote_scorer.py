@@ -38,6 +38,7 @@ from spotlight.cluster.scorers.scorer_places import (
     scorer_nodes,
 )
 from spotlight.scheduler.types import NodeKind
+from spotlight_rewards.base.files import open_to_append
 from spotlight_rewards.pool.channel import Done, Failed, Request, Values
 from spotlight_rewards.pool.gpu_placement import VISIBLE, cpu_environment, visible_names
 from spotlight_rewards.pool.reward_process import (
@@ -406,6 +407,6 @@ class RemoteScorer:
     def _keep(self, printed: bytes) -> None:
         self._printed += printed
         if self._kept is not None and self._printed:
-            with suppress(OSError), self._kept.open("ab") as file:  # a full disk must not stop the run here
+            with suppress(OSError), open_to_append(self._kept) as file:  # a full disk must not stop the run
                 file.write(self._printed)
             self._printed = b""

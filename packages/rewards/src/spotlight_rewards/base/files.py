@@ -7,7 +7,7 @@ import os
 import stat
 import uuid
 from contextlib import suppress
-from io import BufferedReader
+from io import BufferedReader, BufferedWriter
 from pathlib import Path
 
 TEMPORARY_PREFIX = ".writing-"
@@ -40,6 +40,13 @@ def read_regular(path: Path, bytes_max: int) -> bytes:
     if len(content) > bytes_max:
         raise OSError(errno.EFBIG, f"larger than {bytes_max} bytes", str(path))
     return content
+
+
+def open_to_append(path: Path) -> BufferedWriter:
+    """Open a file, made if it is missing, for writing at its end. Raises as :func:`open_regular`."""
+    if path.exists():
+        open_regular(path).close()
+    return path.open("ab")
 
 
 def default_cache() -> Path:

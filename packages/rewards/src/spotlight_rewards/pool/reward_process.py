@@ -22,6 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Protocol
 
+from spotlight_rewards.base.files import open_to_append
 from spotlight_rewards.frames import FrameRule
 from spotlight_rewards.pool import channel
 from spotlight_rewards.pool.channel import Done, Failed, Load, Reply, Request, Values
@@ -294,7 +295,7 @@ class RewardProcess:
             if self._kept is None or size <= self._kept_bytes:
                 return
             # A full disk must not stop the run here.
-            with suppress(OSError), self._kept.open("ab") as kept:
+            with suppress(OSError), open_to_append(self._kept) as kept:
                 kept.write(os.pread(self._log.fileno(), size - self._kept_bytes, self._kept_bytes))
             self._kept_bytes = size
 
