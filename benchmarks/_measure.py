@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 import spotlight
 
@@ -158,6 +159,29 @@ def write_result(
         "machine": dict(about),
     }
     path.write_text(json.dumps(header | dict(content), indent=2, default=str) + "\n", encoding="utf-8")
+
+
+def report(path: Path | None, benchmark: str, **tables: Sequence[Mapping[str, object]]) -> None:
+    """Print the tables that have rows, all with the same columns; write all as JSON if ``path`` is given."""
+    console = wide_console()
+    for name, rows in tables.items():
+        if not rows:
+            continue
+        table = Table(title=benchmark if len(tables) == 1 else f"{benchmark}: {name.replace('_', ' ')}")
+        for column in rows[0]:
+            table.add_column(column, overflow="fold")
+        for row in rows:
+            table.add_row(*(Text(_shown(value)) for value in row.values()))
+        console.print(table)
+    if path is not None:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        write_result(path, benchmark, machine(device), tables)
+
+
+def _shown(value: object) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def _cpu_name() -> str:

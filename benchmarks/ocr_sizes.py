@@ -1,7 +1,7 @@
 """Does ``ocr`` read large pictures as well when they are made smaller first? Figures behind its size limit.
 
     python -m benchmarks.ocr_sizes
-    python -m benchmarks.ocr_sizes --side 1280 --pictures 60
+    python -m benchmarks.ocr_sizes --side 1280 --pictures 60 --json build/ocr_sizes.json
 
 Scenes with a word on a plate, letters of several heights; each is read as it is and reduced to each limit.
 Per limit: mean score, paired difference to the full size with its standard error, and CPU time.
@@ -10,12 +10,14 @@ Per limit: mean score, paired difference to the full size with its standard erro
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import typer
 from PIL import Image, ImageDraw, ImageFont
 
+from benchmarks._measure import report
 from benchmarks.ocr_readings import WORDS
 from spotlight_rewards import ocr as ocr_module
 from spotlight_rewards.ocr import ocr, reduced
@@ -28,24 +30,30 @@ LETTERS = (0.01, 0.015, 0.02, 0.03, 0.05, 0.1)
 def main(
     side: Annotated[int, typer.Option(min=256, help="Height and width of the pictures, px.")] = 1280,
     pictures: Annotated[int, typer.Option(min=2, help="Pictures per height of letters.")] = 24,
+    json: Annotated[Path | None, typer.Option(help="Also write the table here.")] = None,
 ) -> None:
     """Print one line per height of letters and limit."""
     ocr_module._READABLE_SIDE_PX = side  # the limit in question
     rng = np.random.default_rng(0)
-    print(f"{side} px; letters, limit, mean score, difference ± standard error, CPU ms")
+    rows: list[dict[str, object]] = []
     for share in LETTERS:
         drawn = rng.choice(WORDS, pictures)
         scenes = [large_scene(word, side, share, rng) for word in drawn]
-        full, full_ms = scored(scenes, drawn, side)
-        print(
-            f"{share * side:5.0f} px   none  {full.mean():.3f}                   {full_ms:6.0f}", flush=True
-        )
-        for limit in LIMITS_PX:
-            found, ms = scored(scenes, drawn, limit)
+        read = {limit: scored(scenes, drawn, limit) for limit in (side, *LIMITS_PX)}
+        full, _ = read[side]
+        for limit, (found, ms) in read.items():
             change = found - full
-            error = change.std(ddof=1) / np.sqrt(pictures)
-            figures = f"{found.mean():.3f}  {change.mean():+.3f} ± {error:.3f}  {ms:6.0f}"
-            print(f"{share * side:5.0f} px  {limit:5}  {figures}", flush=True)
+            rows.append(
+                {
+                    "letters_px": round(share * side),
+                    "limit_px": limit,
+                    "score": found.mean(),
+                    "difference": change.mean(),
+                    "standard_error": change.std(ddof=1) / np.sqrt(pictures),
+                    "cpu_ms": ms,
+                }
+            )
+    report(json, f"ocr, {side} px", rows=rows)
 
 
 def scored(scenes: list[np.ndarray], words: np.ndarray, limit: int) -> tuple[np.ndarray, float]:

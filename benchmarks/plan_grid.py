@@ -1,7 +1,7 @@
 """Whether the planner's answer is the best that a grid of exact simulations finds on a small space.
 
     python -m benchmarks.plan_grid
-    python -m benchmarks.plan_grid --scenario paper-512 --deadline-h 4 plan.spot_nodes=[4,8]
+    python -m benchmarks.plan_grid --scenario paper-512 --deadline-h 4 --json build/plan_grid.json
 
 The default is a fifth of ``video-1000``'s work on 12 clusters. The planner ranks all ways to run it by its
 closed form and simulates those that it finds best; here every way is simulated, and the cheapest that meets
@@ -13,10 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from benchmarks._measure import report
 from spotlight_plan.candidates import grid, shape_of, ways
 from spotlight_plan.estimates import Estimates
 from spotlight_plan.scenarios.scenario_file import ScenarioFile
@@ -44,9 +46,9 @@ def simulated(file: ScenarioFile, now: datetime, jobs: int) -> Iterator[Evaluate
                 yield from confirm(estimates, [EvaluatedCandidate(candidate, runs)], jobs)
 
 
-def line(one: EvaluatedCandidate) -> str:
+def row(one: EvaluatedCandidate) -> dict[str, object]:
     """A way, with its hours and dollars to target."""
-    return f"{one.runs.target_h.p50:7.2f} h  ${one.runs.target_usd.p50:9,.0f}  {shape_of(one.candidate)}"
+    return {"way": shape_of(one.candidate), "h": one.runs.target_h.p50, "usd": one.runs.target_usd.p50}
 
 
 def main(
@@ -54,18 +56,22 @@ def main(
     scenario: Annotated[str, typer.Option(help="What is planned.")] = "video-1000",
     deadline_h: Annotated[float, typer.Option(help="Hours to target at p50.")] = 120.0,
     jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = 2,
+    json: Annotated[Path | None, typer.Option(help="Also write the tables here.")] = None,
 ) -> None:
     """Print what the planner recommends, and the five cheapest ways of the grid."""
     small = SMALL if scenario == "video-1000" else ()
     file = load_scenario(scenario, [*small, *(overrides or [])])
     goal, now = Goal(deadline_h=deadline_h), datetime.now(UTC)
     answer = search(file, goal, now, jobs=jobs).answer
-    print("recommended:", line(answer) if answer else "nothing meets the deadline")
     found = [*simulated(file, now, jobs)]
     met = [one for one in found if goal.met_by(one.runs)]
     met.sort(key=lambda one: one.runs.target_usd.p50)
-    print(f"{len(found)} simulated, {len(met)} within {deadline_h:g} h; the cheapest:")
-    print("\n".join(map(line, met[:5])))
+    report(
+        json,
+        f"{scenario}, {len(found)} simulated, {len(met)} within {deadline_h:g} h",
+        recommended=[row(answer)] if answer else [],
+        cheapest=[*map(row, met[:5])],
+    )
     best = met[0] if met else None
     if (answer and answer.candidate) != (best and best.candidate):
         raise SystemExit("the planner recommends another than the best of the grid")

@@ -1,7 +1,7 @@
 """Pictures per second of each reward that runs on this machine, in one process through the reward pool.
 
     python -m benchmarks.reward_throughput
-    python -m benchmarks.reward_throughput ocr geneval --side 1024 --out build/rewards.json
+    python -m benchmarks.reward_throughput ocr geneval --side 1024 --json build/rewards.json
 
 Rewards with weights score with small random models of the same classes, marked as stand-ins: their figures
 tell what Spotlight adds (transfer, preprocessing, parsing), not what the real models cost. ``--real`` scores
@@ -15,22 +15,18 @@ with the real weights instead, and downloads them. Rewards that only ask servers
 
 from __future__ import annotations
 
-import json
-import os
-import platform
 import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from json import loads
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import typer
-from rich.console import Console
-from rich.table import Table
 
-import spotlight
+from benchmarks._measure import report
 from spotlight_rewards.commands.options import silence_loading_bars
 from spotlight_rewards.example_pictures import example_picture
 from spotlight_rewards.pool.reward_pool import RewardPool
@@ -61,16 +57,14 @@ class Throughput:
     failed: int
 
 
-def measure(
-    name: str, side_px: int, batch: int, real: bool, given: Mapping[str, Any] | None
-) -> Throughput | str:
-    """Score one batch several times; why not, if the reward cannot run here."""
+def measure(name: str, side_px: int, batch: int, real: bool, given: Mapping[str, Any] | None) -> Throughput:
+    """Score one batch several times. Raises RewardSetupError or RewardInputError: it cannot run here."""
     facts = facts_of(name)
     with tempfile.TemporaryDirectory() as folder:
         stand_in = None if real or given else tiny_params(name, Path(folder), {})
         params = given or stand_in
         if params is None and not real and facts is not None and facts.runs_on != "CPU":
-            return "asks a server" if "server" in facts.runs_on else "has no stand-in"
+            raise RewardSetupError("asks a server" if "server" in facts.runs_on else "has no stand-in")
         example = (facts and facts.example) or _PLAIN
         prompt, record = example.prompt, example_record(example, Path(folder))
         reward = RewardConfig(
@@ -79,17 +73,14 @@ def measure(
         moving = example.picture == "moving"
         images = [example_picture("moving")] * batch if moving else _pictures(side_px, batch)
         began_s = time.perf_counter()
-        try:
-            with RewardPool([reward], workers=1, start_deadline_s=600) as pool:
-                pool.check([prompt], [record])
-                load_s, calls_s, failed = time.perf_counter() - began_s, [], 0
-                for _ in range(1 + _CALLS):
-                    began_s = time.perf_counter()
-                    found = pool.score(images, [prompt] * batch, [record] * batch).samples
-                    calls_s.append(time.perf_counter() - began_s)
-                    failed = sum(isinstance(each, RewardFailure) for each in found)
-        except (RewardSetupError, RewardInputError) as error:
-            return str(error)
+        with RewardPool([reward], workers=1, start_deadline_s=600) as pool:
+            pool.check([prompt], [record])
+            load_s, calls_s, failed = time.perf_counter() - began_s, [], 0
+            for _ in range(1 + _CALLS):
+                began_s = time.perf_counter()
+                found = pool.score(images, [prompt] * batch, [record] * batch).samples
+                calls_s.append(time.perf_counter() - began_s)
+                failed = sum(isinstance(each, RewardFailure) for each in found)
     later_s = sorted(calls_s[1:])[_CALLS // 2]
     return Throughput(
         name, bool(stand_in), batch, side_px, load_s, calls_s[0], later_s, batch / later_s, failed
@@ -115,36 +106,21 @@ def main(
     batch: Annotated[int, typer.Option(min=1, help="Pictures in a call.")] = 16,
     real: Annotated[bool, typer.Option(help="Score with the real weights; downloads them.")] = False,
     params: Annotated[str, typer.Option(help="Parameters by reward, in JSON.")] = "{}",
-    out: Annotated[Path | None, typer.Option(help="JSON file for the figures.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Also write the tables here.")] = None,
 ) -> None:
-    """Measure, print a table, and write JSON."""
+    """Measure, and print what was measured and left out."""
     silence_loading_bars()
-    given: dict[str, dict[str, Any]] = json.loads(params)
+    given: dict[str, dict[str, Any]] = loads(params)
     unknown = sorted({*(rewards or []), *given} - set(REWARDS))
     if unknown:
         raise typer.BadParameter(f"{', '.join(unknown)}; expected among {', '.join(REWARDS)}")
-    table = Table("reward", "scores with", "pictures/s", "ms/picture", "load s", "failed", box=None)
-    measured: list[Throughput] = []
-    left_out: dict[str, str] = {}
-    for name in rewards or list(REWARDS):
-        found = measure(name, side, batch, real, given.get(name))
-        if isinstance(found, str):
-            left_out[name] = found
-            continue
-        measured.append(found)
-        table.add_row(
-            name, "random stand-in" if found.stand_in else "itself", f"{found.pictures_per_s:.1f}",
-            f"{1e3 / found.pictures_per_s:.1f}", f"{found.load_s:.1f}", str(found.failed),
-        )  # fmt: skip
-    console = Console(highlight=False)
-    console.print(table)
-    for name, why in left_out.items():
-        console.print(f"{name}: left out, {why}", markup=False, soft_wrap=True)
-    if out is not None:
-        machine = {"cores": os.cpu_count(), "machine": platform.machine(), "spotlight": spotlight.__version__}
-        out.parent.mkdir(parents=True, exist_ok=True)
-        figures = {"machine": machine, "rewards": list(map(asdict, measured)), "left_out": left_out}
-        out.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    measured, left_out = [], []
+    for name in rewards or REWARDS:
+        try:
+            measured.append(asdict(measure(name, side, batch, real, given.get(name))))
+        except (RewardSetupError, RewardInputError) as error:
+            left_out.append({"reward": name, "why": str(error)})
+    report(json, "Rewards in one process", measured=measured, left_out=left_out)
 
 
 if __name__ == "__main__":

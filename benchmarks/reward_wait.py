@@ -2,7 +2,7 @@
 
     python -m benchmarks.reward_wait
     python -m benchmarks.reward_wait --reward-ms 75 --replicas 8 --elsewhere
-    python -m benchmarks.reward_wait fleet.driver=ray fleet.spot.nodes=2
+    python -m benchmarks.reward_wait fleet.driver=ray fleet.spot.nodes=2 --json build/reward_wait.json
 
 By default the reward works for ``--reward-ms`` of one CPU per picture, as a neural reader does, on the same
 cores as the rollouts; with ``--elsewhere`` it takes as long but leaves these cores alone, as on another
@@ -11,15 +11,16 @@ machine. Further arguments are configuration overrides. The first iteration, whi
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from json import dumps
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from benchmarks._measure import report
 from spotlight.cli.runs.train import driver_of
 from spotlight.config.load import load_config
 from spotlight.runtime.observer import Observer
@@ -55,8 +56,9 @@ def main(
     batch_size: Annotated[int, typer.Option(min=1, help="Pictures in a call of the reward.")] = 2,
     elsewhere: Annotated[bool, typer.Option(help="Leave this machine's cores to the rollouts.")] = False,
     iterations: Annotated[int, typer.Option(min=2)] = 4,
+    json: Annotated[Path | None, typer.Option(help="Also write the table here.")] = None,
 ) -> None:
-    """Train and print JSON: seconds of an iteration, of them waiting, and the share."""
+    """Train and print seconds of an iteration, of them waiting, and the share."""
     params = {"milliseconds": reward_ms, "elsewhere": elsewhere}
     reward = {"name": "benchmarks.reward_wait:slow_reader", "replicas": replicas, "batch_size": batch_size}
     with tempfile.TemporaryDirectory() as folder:
@@ -65,7 +67,7 @@ def main(
             [
                 f"runs_dir={folder}", f"iterations={iterations}", "evaluation.at_start=false",
                 "evaluation.every=1000", "evaluation.at_end=false", "metrics.tensorboard=false",
-                f"rewards={json.dumps([{**reward, 'params': params}])}", *(overrides or []),
+                f"rewards={dumps([{**reward, 'params': params}])}", *(overrides or []),
             ],
         )  # fmt: skip
         driver_of(config)(config, Observer(), 0.0)
@@ -82,7 +84,7 @@ def main(
         "reward_ms": reward_ms,
         "replicas": replicas,
     }
-    print(json.dumps(figures))
+    report(json, "Waiting for rewards", rows=[figures])
 
 
 if __name__ == "__main__":

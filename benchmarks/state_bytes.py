@@ -1,6 +1,6 @@
 """Bytes of a progress commit for published models and sizes of videos.
 
-    python -m benchmarks.state_bytes
+    python -m benchmarks.state_bytes --json build/state_bytes.json
 
 A state is packed as a worker packs it after a step: its latents, and in commits of their own those kept for
 training (two stochastic steps keep three). Embeddings are in the store already. Nothing is compressed.
@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Annotated
 
 import torch
-from rich.console import Console
-from rich.table import Table
+import typer
 
-from benchmarks._measure import wide_console
+from benchmarks._measure import report
 from spotlight.diffusion.samplers import FlowSDE
 from spotlight.diffusion.schedule import RandomWindow
 from spotlight.models.condition import Condition
@@ -69,24 +69,24 @@ def state_bytes(family: str, model: str, size: MediaSize, kept: int) -> int:
     return sum(len(value.data) for value in Committer().begin([state]))
 
 
-def main() -> None:
+def main(
+    json: Annotated[Path | None, typer.Option(help="Also write the table here.")] = None,
+) -> None:
     """Print the table."""
-    console: Console = wide_console()
-    columns = (
-        "model",
-        "height x width x frames",
-        "a commit, MB",
-        "all latents kept, MB",
-        "first commits a report",
-    )
-    table = Table(*columns)
+    rows = []
     for family, model, size in CASES:
         plain, whole = (state_bytes(family, model, size, kept) for kept in (0, WINDOW + 1))
-        sides = f"{size.height} x {size.width} x {size.frames}"
-        fit = max(1, math.floor(REPORT_BYTES / whole))
-        table.add_row(model, sides, f"{plain / 1e6:.1f}", f"{whole / 1e6:.1f}", str(fit))
-    console.print(table)
+        rows.append(
+            {
+                "model": model,
+                "height x width, frames": f"{size.height} x {size.width}, {size.frames}",
+                "commit_mb": plain / 1e6,
+                "all_kept_mb": whole / 1e6,
+                "first_commits_a_report": max(1, math.floor(REPORT_BYTES / whole)),
+            }
+        )
+    report(json, "Bytes of a progress commit", rows=rows)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)
