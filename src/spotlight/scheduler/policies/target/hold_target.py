@@ -224,14 +224,11 @@ def _verdict(decision: TargetDecision, rest: Rest) -> str:
         ):
             return "that holds"
         return f"{_plural(best.nodes, 'node')} would hold, and come next"
-    over = [
-        *(
-            []
-            if _fits(best.seconds, rest.left_s)
-            else [f"{_one_span(best.seconds - (rest.left_s or 0.0))} late"]
-        ),
-        *([] if _fits(best.usd, rest.left_usd) else [f"{_one_sum(best.usd - (rest.left_usd or 0.0))} over"]),
-    ]
+    over: list[str] = []
+    if rest.left_s is not None and best.seconds > rest.left_s:
+        over.append(f"{_one_span(best.seconds - rest.left_s)} late")
+    if rest.left_usd is not None and best.usd > rest.left_usd:
+        over.append(f"{_one_sum(best.usd - rest.left_usd)} over")
     by = f", about {' and '.join(over)}" if over else ", with too little to spare"
     return f"out of reach; what comes nearest is {_plural(best.nodes, 'node')}{by}"
 
