@@ -298,7 +298,7 @@ def test_ray_processes_are_known_by_their_titles() -> None:
         kind("/bin/python -P -u -c from spotlight_rewards.pool.reward_worker import main")
         is _process_faults.TargetKind.REWARD
     )
-    assert kind("ray::BlobActor.take") is None  # it dies with the head's node
+    assert kind("ray::BlobServer.take") is None  # it dies with the head's node
     assert _process_faults.Process(1, "1", "/lib/ray/core/src/ray/raylet/raylet --a=/b", 1).is_raylet
 
 

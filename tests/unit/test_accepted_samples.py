@@ -12,7 +12,7 @@ import pytest
 
 from spotlight.cluster.blobs.blob_client import BlobClient
 from spotlight.cluster.blobs.blob_server import BlobServer
-from spotlight.cluster.blobs.blob_store import BlobStore, StoredBlob
+from spotlight.cluster.blobs.blob_store import StoredBlob
 from spotlight.cluster.sample_scoring import AcceptedSamples
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.types import RolloutId, WorkerId
@@ -45,7 +45,7 @@ def test_only_values_from_before_they_were_discarded_are_deleted(
     tmp_path: Path, deletes: str, made_again: bool
 ) -> None:
     async def scene() -> list[StoredBlob | None]:
-        server = BlobServer(BlobStore(tmp_path, 1000))
+        server = BlobServer(tmp_path, 1000)
 
         async def make() -> None:
             value = ReportedValue("image", EVALUATED, b"picture")

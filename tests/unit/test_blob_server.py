@@ -47,10 +47,9 @@ def played(scene: Scene, path: Path, **limits: int) -> None:
     """Run a scene with a blob server of its own."""
 
     async def play() -> None:
-        store = BlobStore(path, limits.pop("memory_bytes", 1000))
-        server = BlobServer(store, **limits)
+        server = BlobServer(path, limits.pop("memory_bytes", 1000), **limits)
         async with asyncio.timeout(20):
-            await scene(server, store)
+            await scene(server, server._store)
         await server.close()
 
     asyncio.run(play())
@@ -197,7 +196,7 @@ def test_everything_else_is_the_vaults(tmp_path: Path) -> None:
 
     played(scene, tmp_path)
     with pytest.raises(ValueError, match="mailbox_events is 0"):
-        BlobServer(BlobStore(tmp_path, 0), mailbox_events=0)
+        BlobServer(tmp_path, 0, mailbox_events=0)
 
 
 def test_senders_that_left_leave_nothing_behind(tmp_path: Path) -> None:

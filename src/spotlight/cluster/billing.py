@@ -124,8 +124,8 @@ class Billing:
                 self._crash(worker, now)
             case ev.WeightsPulled(worker) | ev.PullFailed(worker):
                 self._rest([worker], now)
-            case ev.GroupFormed(leader):
-                self._rest(self._members(leader), now)
+            case ev.GroupFormed(leader) if leader in self._groups:
+                self._rest(self._groups[leader].members, now)
             case ev.GroupStopped(leader, epoch):
                 self._part(leader, epoch, now)
             case ev.LeaseProgressed() | ev.LeaseCompleted() | ev.RolloutFailed():
@@ -247,10 +247,6 @@ class Billing:
                 group.members = tuple(name for name in group.members if name != worker)
 
     # -- groups ----------------------------------------------------------------------------------------
-
-    def _members(self, leader: WorkerId) -> tuple[WorkerId, ...]:
-        group = self._groups.get(leader)
-        return () if group is None else group.members
 
     def _part(self, leader: WorkerId, epoch: int, now: float) -> None:
         group = self._groups.get(leader)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from spotlight.cluster.learner.learner_rank import LOOPBACK
 from spotlight.cluster.learner.ray_launcher import Placement
 from spotlight.cluster.learner.spare_workers import SpareWorkers
 from spotlight.cluster.local.emulation import SIGTERM_GRACE_S
@@ -32,8 +33,6 @@ from spotlight_fleet.emulated.local_cluster import LocalCluster
 from spotlight_fleet.facts import Gpu, NodeFacts, gather
 from spotlight_fleet.notices.notice_watch import NoticeSettings
 from spotlight_fleet.ray_names import SLOT
-
-LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)

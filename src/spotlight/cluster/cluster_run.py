@@ -20,7 +20,8 @@ import ray
 from spotlight.cluster.assembly import AttemptRoom, Materials, assembled
 from spotlight.cluster.billing import ClusterAccounts
 from spotlight.cluster.blobs.blob_server import start_blob_store
-from spotlight.cluster.cluster_nodes import LOOPBACK, Site
+from spotlight.cluster.cluster_nodes import Site
+from spotlight.cluster.learner.learner_rank import LOOPBACK
 from spotlight.cluster.local.emulation import (
     require_learner_room,
     reserved_slots,

@@ -45,7 +45,7 @@ from spotlight.scheduler import events as ev
 from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.stages import Stage
 from spotlight.scheduler.types import (
-    NodeId,
+    PHASE_OF,
     NodeKind,
     Phase,
     PolicyVersion,
@@ -103,7 +103,6 @@ class Head:
     error: str | None = None
     stopped: bool = False
     _over: bool = False
-    _ending: dict[NodeKind, tuple[NodeId, ...]] = field(default_factory=dict)
     _groups: dict[WorkerId, tuple[int, tuple[WorkerId, ...]]] = field(default_factory=dict)
     _effort: _Effort = field(default_factory=_Effort)
     _waits_since_s: float | None = None
@@ -234,8 +233,10 @@ class Head:
                 self.workers.start(effect)
             case ef.PullWeights(worker):
                 self.workers.tell(worker, effect)
-            case ef.FormGroup() | ef.StopGroup():
-                self._tell_group(effect)
+            case ef.FormGroup(leader, epoch, members) | ef.StopGroup(leader, epoch, members):
+                self._groups[leader] = epoch, members
+                for member in members:
+                    self.workers.tell(member, effect)
             case ef.GrantLease():
                 self._grant(effect)
             case ef.AbandonLease(leader):
@@ -294,11 +295,6 @@ class Head:
             case ef.FinishRun(error, stopped):
                 self.error, self.stopped, self._over = error, stopped, True
 
-    def _tell_group(self, effect: ef.FormGroup | ef.StopGroup) -> None:
-        self._groups[effect.leader] = effect.epoch, effect.members
-        for member in effect.members:
-            self.workers.tell(member, effect)
-
     def _assign(self, effect: ef.AssignRoles) -> None:
         """The workers of a machine whose role changes end, or wait to be the learner."""
         before = self.nodes.assign(effect)
@@ -310,11 +306,11 @@ class Head:
                 self.learner.learner.leave(ray_id)
 
     def _provide(self, effect: ef.NodesWanted) -> None:
-        before, self._ending[effect.kind] = self._ending.get(effect.kind, ()), effect.ending
+        supply = self.supplies[effect.kind]
         for machine in effect.ending:
-            if machine not in before:
+            if machine not in supply.ending:
                 self.incidents.node_returned(machine, effect.kind)
-        self.supplies[effect.kind].want(effect.nodes, effect.ending)
+        supply.want(effect.nodes, effect.ending)
 
     def _roll_back(self, position: int) -> None:
         controller = self.controller
@@ -420,14 +416,11 @@ class Head:
 
     def _show_work(self) -> None:
         controller, observer = self.controller, self.observer
-        for purpose, phase in (
-            (Purpose.TRAIN, Phase.ROLLOUT),
-            (Purpose.EVAL, Phase.EVALUATION),
-        ):
+        for purpose in (Purpose.TRAIN, Purpose.EVAL):
             total = sum(rollout.purpose is purpose for rollout in controller.rollouts.values())
             left = controller.queue.outstanding_for(purpose)
             if left:
-                observer.work(phase, total - left, total)
+                observer.work(PHASE_OF[purpose], total - left, total)
                 return
         if controller.stage is Stage.PREPARING:
             total = sum(len(work.rollouts) for work in controller.work.extra)

@@ -118,10 +118,8 @@ class LearnerDriver:
         return manifest
 
     async def _await_loss(self) -> None:
-        self.lost(await self.learner.lost())
-
-    def lost(self, detail: str) -> None:
-        """Handle the loss of the learner; called once per life."""
+        """Once per life."""
+        detail = await self.learner.lost()
         if not self._committed:
             self.put_event(ev.LearnerLost(detail))
         self.note(f"the learner is lost and goes back to the last checkpoint: {detail}")

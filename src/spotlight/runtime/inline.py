@@ -172,7 +172,6 @@ class InlineDriver:
     _finish: ef.FinishRun | None = None
     _stop_requested: bool = False
     _stopping: bool = False
-    _to_train: list[int] = field(default_factory=list)
     _spent: Counter[Phase] = field(default_factory=Counter)
     _denoised: Counter[Phase] = field(default_factory=Counter)
 
@@ -461,13 +460,12 @@ class InlineDriver:
                 case ef.PrepareBatch(iteration):
                     tensors = {name: sample.tensors for name, sample in self._samples.items()}
                     feed.prepare(effect, self.controller.rollouts, tensors)
-                    self._to_train += [micro_batch.update for micro_batch in effect.micro_batches]
                     self._events.append(ev.BatchPrepared(iteration))
                 case ef.TrainMicroBatch(micro_batch, index):
                     with self.around(Phase.TRAINING):
                         learner.accumulate(micro_batch.rollouts, micro_batch.update_samples)
-                    done = sum(update < micro_batch.update for update in self._to_train) + index + 1
-                    self.observer.work(Phase.TRAINING, done, len(self._to_train))
+                    training = self.controller.training
+                    self.observer.work(Phase.TRAINING, training.begun, training.prepared)
                     self._events.append(
                         ev.MicroBatchTrained(micro_batch.iteration, micro_batch.update, index)
                     )
@@ -481,7 +479,6 @@ class InlineDriver:
                     )
                 case ef.FinishBatch(iteration):
                     learner.finish_batch()
-                    self._to_train.clear()
                     self._events.append(ev.BatchFinished(iteration))
 
     # -- the end of an iteration -----------------------------------------------------------------------

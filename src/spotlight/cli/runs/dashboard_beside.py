@@ -80,15 +80,7 @@ def _attend(
 
 def _listen_somewhere() -> socket.socket:
     """On the usual port of the loopback, or on any."""
-    for port in (PORT, 0):
-        listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listening.bind(("127.0.0.1", port))
-            listening.listen(128)
-            return listening
-        except OSError:
-            listening.close()
-            if port == 0:
-                raise
-    raise AssertionError("unreachable")
+    try:
+        return socket.create_server(("127.0.0.1", PORT), backlog=128)
+    except OSError:
+        return socket.create_server(("127.0.0.1", 0), backlog=128)

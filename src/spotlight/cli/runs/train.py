@@ -263,11 +263,15 @@ def _vote(config: RunConfig, given: Sequence[str]) -> list[str]:
     from spotlight.cli.runs.vote_option import vote_overrides
 
     replaced = vote_overrides(config, given)
+    _print_replaced("People vote", replaced)
+    return replaced
+
+
+def _print_replaced(what: str, replaced: Sequence[str]) -> None:
     console = TextConsole()
-    console.print("People vote: as configured, but for")
+    console.print(f"{what}: as configured, but for")
     for each in replaced:
         console.print(f"  {each}", soft_wrap=True)
-    return replaced
 
 
 def _smoke(config: RunConfig, given: list[str]) -> Configured:
@@ -284,10 +288,7 @@ def _smoke(config: RunConfig, given: list[str]) -> Configured:
     given = [*file, *overrides, *replaced]
     config = configuration_of(given)
     shutil.rmtree(RunPaths(config.runs_dir / config.name).path, ignore_errors=True)  # of an earlier smoke run
-    console = TextConsole()
-    console.print(f"Smoke run {config.name}: as configured, but for")
-    for each in replaced[1:]:
-        console.print(f"  {each}", soft_wrap=True)
+    _print_replaced(f"Smoke run {config.name}", replaced[1:])
     return config, given
 
 
@@ -427,13 +428,10 @@ def _print_result(result: RunResult) -> None:
     elif result.stopped:
         console.print("Stopped; the same command resumes.")
     else:
+        from spotlight.report.final_screen import print_final_screen
+        from spotlight.report.model_card import CARD_FOLDER
+        from spotlight.report.record import read_run
+
         with errors_without_traceback(EXIT_STOPPED_BY_ERROR):
-            _finish(console, result.directory)
-
-
-def _finish(console: TextConsole, directory: Path) -> None:
-    from spotlight.report.final_screen import print_final_screen
-    from spotlight.report.model_card import CARD_FOLDER
-    from spotlight.report.record import read_run
-
-    print_final_screen(console, read_run(directory), directory / CARD_FOLDER / "README.md")
+            run = read_run(result.directory)
+            print_final_screen(console, run, result.directory / CARD_FOLDER / "README.md")

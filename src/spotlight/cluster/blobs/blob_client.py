@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Collection, Sequence
 from dataclasses import dataclass
 from pickle import PickleBuffer
-from typing import Any
+from typing import Any, TypeVar
 
 from spotlight.cluster.blobs.blob_server import Delivered
 from spotlight.cluster.blobs.blob_store import StoredBlob
@@ -13,6 +13,7 @@ from spotlight.cluster.remote_calls import RayLostError, answer, cause_of
 from spotlight.worker.reports import Report
 from spotlight_rewards.base.file_errors import StoreError
 
+T = TypeVar("T")
 ANSWER_S = 120.0
 """Timeout for fetching images."""
 TAKE_S = 20.0
@@ -34,9 +35,8 @@ class BlobClient:
 
     async def take(self) -> list[Delivered]:
         """Events delivered by workers, in each worker's order; empty on timeout."""
-        delivered: list[Delivered] = await self._ask(
-            self._actor.take.remote(TAKE_S), "reports of workers", 2 * TAKE_S
-        )
+        asked: Awaitable[list[Delivered]] = self._actor.take.remote(TAKE_S)
+        delivered = await self._ask(asked, "reports of workers", 2 * TAKE_S)
         if delivered:
             self.puts = delivered[-1].puts
         return delivered
@@ -44,10 +44,7 @@ class BlobClient:
     async def fetch(self, kind: str, names: Sequence[str], weights_digest: str) -> list[StoredBlob | None]:
         """Latest step of each named blob; None where missing."""
         what = f"{kind}s of {len(names)} rollouts"
-        stored: list[StoredBlob | None] = await self._ask(
-            self._actor.fetch.remote(kind, list(names), weights_digest), what
-        )
-        return stored
+        return await self._ask(self._actor.fetch.remote(kind, list(names), weights_digest), what)
 
     async def put(self, kind: str, name: str, data: bytes) -> None:
         """Store a blob."""
@@ -61,7 +58,7 @@ class BlobClient:
         """Delete all blobs of a kind except ``names``; see :meth:`BlobStore.drop`."""
         await self._ask(self._actor.keep_only.remote(kind, set(names), last_put), f"sweeping {kind}s")
 
-    async def _ask(self, reference: Awaitable[Any], what: str, deadline_s: float = ANSWER_S) -> Any:
+    async def _ask(self, reference: Awaitable[T], what: str, deadline_s: float = ANSWER_S) -> T:
         try:
             return await answer(reference, what, deadline_s)
         except Exception as error:
@@ -90,10 +87,7 @@ class BlockingBlobClient:
 
     def fetch(self, kind: str, names: Sequence[str], weights_digest: str = "") -> list[StoredBlob | None]:
         """Latest step of each named blob; None where missing."""
-        stored: list[StoredBlob | None] = self._get(
-            self.actor.fetch.remote(kind, list(names), weights_digest)
-        )
-        return stored
+        return self._get(self.actor.fetch.remote(kind, list(names), weights_digest))
 
     def put(self, kind: str, name: str, data: bytes | bytearray) -> None:
         """Store a blob."""
@@ -101,8 +95,7 @@ class BlockingBlobClient:
 
     def file_sizes(self, folder: str) -> dict[str, int]:
         """Of files in the run directory; see :class:`~spotlight.cluster.blobs.run_files.RunFiles`."""
-        found: dict[str, int] = self._get(self.actor.file_sizes.remote(folder))
-        return found
+        return self._get(self.actor.file_sizes.remote(folder))
 
     def read_file(self, path: str, start: int, length: int) -> bytes:
         """A piece of one."""
@@ -113,10 +106,11 @@ class BlockingBlobClient:
         """Write a piece of one."""
         self._get(self.actor.write_file.remote(path, start, PickleBuffer(data)))
 
-    def _get(self, reference: Any) -> Any:
+    def _get(self, reference: Awaitable[T]) -> T:
         import ray
 
         try:
-            return ray.get(reference, timeout=self.answer_s)
+            value: T = ray.get(reference, timeout=self.answer_s)
+            return value
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None

@@ -63,17 +63,22 @@ class Delivered:
 
 
 class BlobServer:
-    """All methods belong to one event loop.
+    """The actor's class; it also reads and writes the run directory for who does not share it.
+
+    All methods belong to one event loop.
 
     Args:
-        store: for exclusive use; :meth:`close` closes it.
+        directory: for blobs on disk, on the actor's node, in the run directory.
+        memory_bytes: limit of blobs in memory.
         mailbox_events: mailbox size beyond which deliveries wait.
+
+    Raises StoreError if the directory is unusable.
     """
 
-    def __init__(self, store: BlobStore, mailbox_events: int = MAILBOX_EVENTS) -> None:
+    def __init__(self, directory: Path, memory_bytes: int, mailbox_events: int = MAILBOX_EVENTS) -> None:
         if mailbox_events < 1:
             raise ValueError(f"mailbox_events is {mailbox_events}; expected at least 1")
-        self._store = store
+        self._store, self._files = BlobStore(directory, memory_bytes), RunFiles(directory.parent)
         self._mailbox: list[Delivered] = []
         self._mailbox_events = mailbox_events
         self._threads = ThreadPoolExecutor(_DELIVERY_THREADS, "blob-delivery")
@@ -147,31 +152,6 @@ class BlobServer:
         """Delete all blobs of a kind except ``names``; returns how many."""
         return await asyncio.to_thread(self._store.keep_only, kind, names, last_put)
 
-    async def close(self) -> None:
-        """Delete everything, files included."""
-        await asyncio.to_thread(self._threads.shutdown)
-        await asyncio.to_thread(self._store.close)
-
-    def _keep(self, values: Sequence[ReportedValue], weights_digest: str) -> None:
-        for value in values:
-            digest = address(weights_digest, value.suffix)
-            self._store.put(value.kind, value.name, value.data, weights_digest=digest, step=value.step)
-
-
-class BlobActor(BlobServer):
-    """The blob store's actor, which also reads and writes the run directory for who does not share it.
-
-    Args:
-        directory: for blobs on disk, on the actor's node, in the run directory.
-        memory_bytes: limit of blobs in memory.
-
-    Raises StoreError if the directory is unusable.
-    """
-
-    def __init__(self, directory: str, memory_bytes: int) -> None:
-        super().__init__(BlobStore(Path(directory), memory_bytes))
-        self._files = RunFiles(Path(directory).parent)
-
     async def file_sizes(self, folder: str) -> dict[str, int]:
         """See :meth:`RunFiles.sizes`."""
         return await asyncio.to_thread(self._files.sizes, folder)
@@ -184,6 +164,16 @@ class BlobActor(BlobServer):
         """See :meth:`RunFiles.write`."""
         await asyncio.to_thread(self._files.write, path, start, data)
 
+    async def close(self) -> None:
+        """Delete all blobs, files included."""
+        await asyncio.to_thread(self._threads.shutdown)
+        await asyncio.to_thread(self._store.close)
+
+    def _keep(self, values: Sequence[ReportedValue], weights_digest: str) -> None:
+        for value in values:
+            digest = address(weights_digest, value.suffix)
+            self._store.put(value.kind, value.name, value.data, weights_digest=digest, step=value.step)
+
 
 def start_blob_store(directory: Path, memory_bytes: int, *, node: str) -> ActorHandle[Any]:
     """Start the actor on Ray node ``node``; it ends with this process, or by ``ray.kill``.
@@ -193,5 +183,5 @@ def start_blob_store(directory: Path, memory_bytes: int, *, node: str) -> ActorH
     import ray
 
     # A restarted store would be empty, so its death must be visible: `on_node` allows none.
-    actor = ray.remote(BlobActor).options(**on_node(node), max_concurrency=CONCURRENT_CALLS)
-    return cast("ActorHandle[Any]", actor.remote(str(directory), memory_bytes))
+    actor = ray.remote(BlobServer).options(**on_node(node), max_concurrency=CONCURRENT_CALLS)
+    return cast("ActorHandle[Any]", actor.remote(directory, memory_bytes))

@@ -54,11 +54,10 @@ class LearnerGroup:
         launcher: RayLauncher,
         prompts: Sequence[Prompt],
         note: Notify,
-        deadlines: Deadlines | None = None,
+        deadlines: Deadlines,
     ) -> None:
         self._launcher, self._prompts, self._note = launcher, prompts, note
-        self._deadlines = deadlines or Deadlines()
-        self._limits = CallLimits(self._deadlines)
+        self._limits = CallLimits(deadlines)
         self._life: Life | None = None
         self._second: tuple[Life, asyncio.Task[None]] | None = None
         self._watches: set[asyncio.Task[None]] = set()
@@ -116,7 +115,7 @@ class LearnerGroup:
             # Negative, hence no pause, for the first restart.
             urgent = self._failures.lost - 2 if attempt == 0 else attempt - 1
             try:
-                await self._pause(life, self._deadlines.pause_before_s(urgent))
+                await self._pause(life, self._limits.deadlines.pause_before_s(urgent))
                 await self._form(life)
                 return await self._load(life, checkpoint, lineage)
             except START_FAILED:

@@ -56,10 +56,9 @@ class RankActor:
     actor: Any
     call: RemoteCall
 
-    def gone(self) -> Awaitable[Any]:
+    def gone(self) -> Any:
         """Completes (or raises) when the process is dead, never before."""
-        end: Awaitable[Any] = self.actor.alive.options(concurrency_group="watch").remote()
-        return end
+        return self.actor.alive.options(concurrency_group="watch").remote()
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +189,7 @@ class Life:
         self.ranks = ranks
         for rank in ranks:
             death = asyncio.ensure_future(rank.gone())
-            death.add_done_callback(lambda done, rank=rank.rank: self._died(rank, done))  # type: ignore[misc]
+            death.add_done_callback(lambda done, rank=rank.rank: self._died(rank, done))
             self._deaths.append(death)
 
     async def ask(
@@ -203,7 +202,7 @@ class Life:
         async with self._turn:
             if self.over.done():
                 raise AbandonedError(method.__name__)
-            calls: dict[asyncio.Future[Any], int] = {
+            calls: dict[asyncio.Future[T], int] = {
                 asyncio.ensure_future(rank.call(method, *args, **kwargs)): rank.rank for rank in self.ranks
             }
             kind, clock = kind_of(method, args), asyncio.get_running_loop().time
@@ -218,8 +217,7 @@ class Life:
                     self._limits.measured(kind, clock() - began_s)
                 self._met.add(kind)
                 self.answered += self.up
-                first: T = next(iter(calls)).result()
-                return first
+                return next(iter(calls)).result()
             finally:
                 for call in calls:
                     call.cancel()

@@ -142,11 +142,10 @@ class RayLauncher:
     def _start_all(self, life: int, placements: Sequence[Placement], spares: Spares) -> list[RankActor]:
         per_node = tuple(len([*ranks]) for _, ranks in groupby(placements, lambda placement: placement.node))
         self._at[life] = Counter(placement.node for placement in placements)
-        places = [
-            RankPlace(rank, len(placements), placement.gpu, per_node)
+        orders = [
+            self._order(life, RankPlace(rank, len(placements), placement.gpu, per_node), placement)
             for rank, placement in enumerate(placements)
         ]
-        orders = [self._order(life, *each) for each in zip(places, placements, strict=True)]
         able = [kept.pop() if (kept := spares.get(each.node)) else None for each in placements]
         workers = self._yielded(orders, able)
         started: list[RankActor] = []

@@ -5,12 +5,11 @@ from __future__ import annotations
 import queue
 import socket
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import ray
 
-from spotlight.cluster.remote_calls import RayLostError
+from spotlight.cluster.remote_calls import Clock, RayLostError
 
 _LIST_S = 30.0
 _PROBE_S = 0.5
@@ -60,7 +59,7 @@ class Pulse:
         ask_s: longest wait of a call of :meth:`rows`.
     """
 
-    def __init__(self, ask_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, ask_s: float, clock: Clock) -> None:
         self.silent_s = 0.0
         self._ask_s, self._clock, self._list = ask_s, clock, NodeList()
 

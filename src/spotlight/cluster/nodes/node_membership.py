@@ -123,8 +123,7 @@ def start_agent(node: RayNode, settings: NoticeSettings) -> ActorHandle:
         # It tells which GPUs Ray was started with, though it has none itself.
         runtime_env=ALL_GPUS_VISIBLE if node.gpus else None,
     )
-    handle: ActorHandle = options.remote(node.ray_id, node.session, asdict(settings))
-    return handle
+    return options.remote(node.ray_id, node.session, asdict(settings))
 
 
 def raylet_listens(node: RayNode) -> bool:

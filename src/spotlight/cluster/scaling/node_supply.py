@@ -36,6 +36,7 @@ class NodeSupply:
         awaited: whether a node that the cluster had before the run has neither joined nor gone.
         record: tells the user what has failed.
         retry_s: until the provider is asked again, also to repair what it may have lost.
+        ending: nodes that may end, as they were last wanted.
     """
 
     kind: NodeKind
@@ -46,15 +47,15 @@ class NodeSupply:
     clock: Clock
     retry_s: float
     awaited: Callable[[], bool] = lambda: False
+    ending: tuple[str, ...] = ()
     _wanted: int | None = None
-    _ending: tuple[str, ...] = ()
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _failures: set[str] = field(default_factory=set)
     _call: threading.Lock = field(default_factory=threading.Lock)
 
     def want(self, nodes: int, ending: Sequence[str]) -> None:
         """So many are wanted; if they are too many, those of ``ending`` may end, by name."""
-        self._wanted, self._ending = nodes, tuple(ending)
+        self._wanted, self.ending = nodes, tuple(ending)
         self._changed.set()
 
     async def run(self) -> None:
@@ -86,7 +87,7 @@ class NodeSupply:
         if (wanted := self._wanted) is None:
             return provided
         present = self.present()
-        ending = [node for node in present if node.name in self._ending]
+        ending = [node for node in present if node.name in self.ending]
         found = await self._attempt(self.provider.ask, wanted, present, ending)
         now = provided if found is None else found
         if found is None or found != provided:

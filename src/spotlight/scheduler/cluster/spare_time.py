@@ -93,9 +93,8 @@ class SpareTime:
             return []
         previews = self.queue.previews()
         leaders = list(dict.fromkeys(lease.worker for lease in previews if able(lease.worker)))[:groups]
-        given = [
-            lease for lease in previews if lease.worker in leaders
-        ]  # all of a group's previews: it pulls only when it holds none
+        # All of a group's previews: it pulls only when it holds none.
+        given = [lease for lease in previews if lease.worker in leaders]
         self._yielding |= dict.fromkeys(leaders, now)
         for lease in given:
             self.queue.renounce(lease.id)

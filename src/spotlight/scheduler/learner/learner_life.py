@@ -150,11 +150,9 @@ class LearnerLife:
     def _room(self) -> int:
         """GPUs to form it on: on nodes that train, and stay as far as is known, and that it does not hold."""
         stay = self._all_gpus - sum(host.node.gpus for host in self._leaving)
-        return (
-            min(stay, self._all_gpus - self.ranks)
-            if self.up and self.fleet.cluster.plan.learner_moves
-            else stay
-        )
+        if self.up and self.fleet.cluster.plan.learner_moves:
+            stay = min(stay, self._all_gpus - self.ranks)
+        return stay
 
     @property
     def _all_gpus(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -175,7 +175,8 @@ def _audit(
         course = read_course(connection)
         parameters = {"finished": finished, "limits": limits.by_iteration(course)}
         found = [
-            _violation(connection, parameters, check.name, check.broken, check.query) for check in CHECKS
+            Violation(check.name, check.broken, _ids(connection.execute(check.query, parameters)))
+            for check in CHECKS
         ]
         position = queries.position(connection)
         committed = None if finished else queries.furthest_checkpoint(connection)
@@ -208,11 +209,8 @@ def _audit(
         )
 
 
-def _violation(
-    connection: sqlite3.Connection, parameters: Mapping[str, object], name: str, broken: str, query: str
-) -> Violation:
-    ids = (str(row[0]) for row in connection.execute(query, dict(parameters)))
-    return Violation(name, broken, tuple(ids))
+def _ids(rows: Iterable[Sequence[object]]) -> tuple[str, ...]:
+    return tuple(str(row[0]) for row in rows)
 
 
 def _integrity(connection: sqlite3.Connection) -> Violation:
@@ -270,7 +268,7 @@ def _leased(connection: sqlite3.Connection) -> Violation:
                     AND leases.worker = samples.worker AND leases.epoch = samples.epoch)
             """
         )
-        ids = tuple(rollout for (rollout,) in rows)
+        ids = _ids(rows)
     return Violation("leased", "samples finished by a worker that no lease gave their rollout to", ids)
 
 
@@ -293,7 +291,7 @@ def _kept(connection: sqlite3.Connection) -> Violation:
                     WHERE one.rollout = kept.rollout AND one.value IS NOT other.value)
             """
         )
-        ids = tuple(rollout for (rollout,) in rows)
+        ids = _ids(rows)
     return Violation("kept", "samples kept from a preview that is not their rollout's", ids)
 
 

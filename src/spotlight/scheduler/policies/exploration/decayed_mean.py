@@ -29,19 +29,19 @@ class DecayedMean:
 
     def forget(self, discount: float) -> None:
         """Multiply all weights by ``discount``."""
-        self.weight, self.total, self.squares = (
-            discount * part for part in (self.weight, self.total, self.squares)
-        )
+        self.weight *= discount
+        self.total *= discount
+        self.squares *= discount
         if self.weight < _FORGOTTEN:
             self.weight = self.total = self.squares = 0.0
 
-    def add(self, value: float, weight: float = 1.0) -> None:
+    def add(self, value: float) -> None:
         """Add an observation. Raises ValueError unless it is finite."""
         if not math.isfinite(value):
             raise ValueError(f"observed {value}; expected a finite number")
-        self.weight += weight
-        self.total += weight * value
-        self.squares += weight * value * value
+        self.weight += 1.0
+        self.total += value
+        self.squares += value * value
 
     @property
     def mean(self) -> float | None:

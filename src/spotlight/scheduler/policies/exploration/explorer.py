@@ -95,7 +95,7 @@ class Explorer:
         self.window = Window(iteration, decision.arm, version, now, workers, explored, work, scored_s=now)
         return self.window
 
-    def spare(self, slot: int) -> tuple[int, Prompt] | None:
+    def spare(self, slot: int) -> int | None:
         """A new slot with a spare prompt, if ``slot`` has no contrast and one is left."""
         window, plan = self.window, self._plan
         spares = len(window.replaced)  # each added one spare prompt
@@ -109,7 +109,7 @@ class Explorer:
             return None
         new = plan.prompts_per_iteration + spares
         window.replace(slot, new, found[spares])
-        return new, found[spares]
+        return new
 
     def deepen(self) -> dict[int, range]:
         """The next round of extra previews: members by slot."""

@@ -193,7 +193,7 @@ class Exploration(Policy):
     def _preview_spare(self, slot: int) -> None:
         spare = self.explorer.spare(slot)
         if spare is not None:
-            self._preview_whole([spare[0]])
+            self._preview_whole([spare])
 
     def arrived(self, iteration: int, version: PolicyVersion) -> None:
         """Report the groups' realised scores to the explorer."""

@@ -89,12 +89,10 @@ class Planner:
             tried = estimates[arm].mean is not None
             why = "the largest index of those that fit" if tried else "fits, and was not tried yet"
             if tried and rates:
-                arm = max(self.bandit.arms, key=lambda one: (rates[one], one))
-                pays = rates[arm] > rates[None]
-                why = (
-                    "the most contrast per second" if pays else "random seeds: no previews pay for their time"
-                )
-                arm = arm if pays else None
+                arm, why = None, "random seeds: no previews pay for their time"
+                best = max(self.bandit.arms, key=lambda one: (rates[one], one))
+                if rates[best] > rates[None]:
+                    arm, why = best, "the most contrast per second"
         arms = {
             one.name: self._explain(work_s[one], one in fits, estimates[one])
             | ({"per_s": rates[one]} if math.isfinite(rates.get(one, math.inf)) else {})

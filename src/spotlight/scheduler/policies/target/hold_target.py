@@ -14,7 +14,6 @@ from pydantic import FiniteFloat, PositiveFloat, TypeAdapter
 from spotlight.config.section import Section
 from spotlight.config.sections.target import TargetConfig
 from spotlight.scheduler import events as ev
-from spotlight.scheduler.cluster.members import ABLE
 from spotlight.scheduler.effects import ReportFleet
 from spotlight.scheduler.fleet.fleet_machine import Fleet, FleetPolicy
 from spotlight.scheduler.fleet.supply import Supply
@@ -84,12 +83,8 @@ class HoldTarget(FleetPolicy):
     def _measure(self, fleet: Fleet) -> None:
         cluster, working, workers = fleet.cluster, 0, 0
         for machine in fleet.machines.values():
-            hosts = [cluster.hosts[part.id] for part in machine.parts]
-            able = sum(
-                cluster.workers[name].state in ABLE
-                for host in hosts
-                for name in ([] if host.draining else host.workers)
-            )
+            hosts = (cluster.hosts[part.id] for part in machine.parts)
+            able = sum(cluster.able(host) for host in hosts if not host.draining)
             workers += able
             working += machine.node.kind is NodeKind.SPOT and (able > 0 or machine.ranks > 0)
         self.meter.observe(fleet.now, workers, working)
@@ -224,14 +219,11 @@ def _verdict(decision: TargetDecision, rest: Rest) -> str:
         ):
             return "that holds"
         return f"{_plural(best.nodes, 'node')} would hold, and come next"
-    over = [
-        *(
-            []
-            if _fits(best.seconds, rest.left_s)
-            else [f"{_one_span(best.seconds - (rest.left_s or 0.0))} late"]
-        ),
-        *([] if _fits(best.usd, rest.left_usd) else [f"{_one_sum(best.usd - (rest.left_usd or 0.0))} over"]),
-    ]
+    over: list[str] = []
+    if rest.left_s is not None and best.seconds > rest.left_s:
+        over.append(f"{_one_span(best.seconds - rest.left_s)} late")
+    if rest.left_usd is not None and best.usd > rest.left_usd:
+        over.append(f"{_one_sum(best.usd - rest.left_usd)} over")
     by = f", about {' and '.join(over)}" if over else ", with too little to spare"
     return f"out of reach; what comes nearest is {_plural(best.nodes, 'node')}{by}"
 
