@@ -65,7 +65,7 @@ def sample(
     config: RunConfig, learning: Learning, engine: Engine, rollouts: Sequence[Rollout]
 ) -> Iterator[FinishedRollout]:
     """Denoise, a batch at a time, with the weights that the algorithm samples with."""
-    slot, recipe = learning.model.algorithm.rollout_slot, learning.model.recipes.train
+    slot, recipe = learning.model.algorithm.rollout_slot, learning.model.recipes[Purpose.TRAIN]
     for start in range(0, len(rollouts), config.rollout.batch_size):
         batch = rollouts[start : start + config.rollout.batch_size]
         conditions = learning.conditions.of(rollout.prompt_id for rollout in batch)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from spotlight.config.load import dump_config, load_config, read_config
 from spotlight.data import datasets
-from spotlight.data.datasets import evenly_spaced, load_held_out, load_prompts, read_prompts
+from spotlight.data.datasets import Prompts, evenly_spaced, load_held_out, load_prompts, read_prompts
 from spotlight.scheduler.seeds import prompts_of_iteration
 from spotlight.testbed import TRAIN_PROMPTS
 from spotlight_rewards.base.errors import ConfigError
@@ -51,17 +51,32 @@ def test_the_used_prompts_are_those_of_every_iteration_and_all_held_out_ones() -
     assert len(used) == len(prompts.test) + 2 * config.rollout.prompts_per_iteration
 
 
-def test_a_run_of_many_iterations_is_not_drawn_beyond_its_first_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+@given(
+    total=st.integers(1, 40), count=st.integers(1, 20), iterations=st.integers(1, 9), seed=st.integers(0, 99)
+)
+def test_the_used_prompts_are_those_of_the_iterations_in_their_order(
+    total: int, count: int, iterations: int, seed: int
+) -> None:
+    keys = [f"iterations={iterations}", f"rollout.prompts_per_iteration={count}", f"run_seed={seed}"]
+    config = load_config(None, [*keys, "learner.micro_batch_size=16", "learner.decay_iterations=30"])
+    train = tuple(Prompt(PromptId(f"p{index}"), f"prompt {index}", {}) for index in range(total))
+    taken = [prompts_of_iteration(train, seed, iteration, count) for iteration in range(iterations)]
+    assert Prompts(train, ()).used(config) == list(
+        {each.id: each for drawn in taken for each in drawn}.values()
+    )
+
+
+def test_a_run_of_many_iterations_is_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
     config, drawn = load_config(None, MANY_ITERATIONS), list[int]()
 
     def draw(prompts: Sequence[Prompt], seed: int, iteration: int, count: int) -> list[Prompt]:
-        drawn.append(iteration)
+        drawn.append(count)
         return prompts_of_iteration(prompts, seed, iteration, count)
 
     monkeypatch.setattr(datasets, "prompts_of_iteration", draw)
     prompts = load_prompts(config)
     assert len(prompts.used(config)) == len({each.id for each in (*prompts.train, *prompts.test)})
-    assert len(drawn) == -(-len(prompts.train) // config.rollout.prompts_per_iteration)
+    assert drawn == [len(prompts.train)]
 
 
 def test_held_out_prompts_that_are_trained_on_are_counted() -> None:

@@ -233,8 +233,10 @@ class Head:
                 self.workers.start(effect)
             case ef.PullWeights(worker):
                 self.workers.tell(worker, effect)
-            case ef.FormGroup() | ef.StopGroup():
-                self._tell_group(effect)
+            case ef.FormGroup(leader, epoch, members) | ef.StopGroup(leader, epoch, members):
+                self._groups[leader] = epoch, members
+                for member in members:
+                    self.workers.tell(member, effect)
             case ef.GrantLease():
                 self._grant(effect)
             case ef.AbandonLease(leader):
@@ -292,11 +294,6 @@ class Head:
                     self.incidents.nodes_wanted(kind, text)
             case ef.FinishRun(error, stopped):
                 self.error, self.stopped, self._over = error, stopped, True
-
-    def _tell_group(self, effect: ef.FormGroup | ef.StopGroup) -> None:
-        self._groups[effect.leader] = effect.epoch, effect.members
-        for member in effect.members:
-            self.workers.tell(member, effect)
 
     def _assign(self, effect: ef.AssignRoles) -> None:
         """The workers of a machine whose role changes end, or wait to be the learner."""

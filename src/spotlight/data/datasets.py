@@ -103,16 +103,18 @@ class Prompts:
 
     def used(self, config: RunConfig) -> list[Prompt]:
         """The prompts that the run uses, without duplicates."""
-        met = dict.fromkeys(prompt.id for prompt in self.test)
         count, seed = config.rollout.prompts_per_iteration, config.run_seed
         spare = config.exploration.spare_prompts if config.exploration else 0
         by_id = self.by_id
-        for iteration in range(config.iterations):
+        # The iterations take the first pass in order; where there are more, all prompts are taken.
+        drawn = prompts_of_iteration(self.train, seed, 0, min(config.iterations * count, len(self.train)))
+        met = dict.fromkeys(prompt.id for prompt in (*self.test, *drawn))
+        for iteration in range(config.iterations if spare else 0):
             if len(met) == len(by_id):
                 break
             planned = prompts_of_iteration(self.train, seed, iteration, count)
-            spares = spares_of_iteration(self.train, seed, iteration, planned, spare) if spare else []
-            met |= dict.fromkeys(prompt.id for prompt in (*planned, *spares))
+            spares = spares_of_iteration(self.train, seed, iteration, planned, spare)
+            met |= dict.fromkeys(prompt.id for prompt in spares)
         return [by_id[prompt] for prompt in met]
 
 

@@ -17,6 +17,7 @@ from spotlight.testbed import lora_path
 from spotlight_files.model_errors import ModelError, looking
 from spotlight_files.pipeline_files import PipelineFiles, is_hub_id, shards_of
 from spotlight_rewards.base.errors import ConfigError
+from spotlight_rewards.base.prompts import Prompt
 
 
 def require_model(config: RunConfig) -> None:
@@ -92,7 +93,10 @@ def require_prompts(config: RunConfig, prompts: Prompts) -> None:
         ModelError: see above; of degrees only where the model's files are known here.
     """
     every = (*prompts.train, *prompts.test)
+    first: dict[int, Prompt] = {}  # of each number of references: one tells of all
     for prompt in every:
+        first.setdefault(len(prompt.references), prompt)
+    for prompt in first.values():
         require_references(config, prompt.references, prompt.text)
     asked, files, family = config.fleet.sequence_parallel, planned_files(config), family_of(config)
     splits = [split for degree in asked.degrees if (split := asked.split(degree)) > 1]

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from spotlight.config.load import load_dump
 from spotlight.config.schema import RunConfig
-from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.history import History, read_history
 from spotlight.store.metrics import JUDGED, STDERR, VALIDATION, Mean, MetricsRow, is_validation, read_metrics
 from spotlight.store.run_directory import RunPaths
@@ -63,7 +61,6 @@ class RunRecord:
         estimate: what was said when the run began, or last changed its course; None: nothing was known.
         corrected: the same by what its own rows say; None before three of them.
         weights: folder of the LoRA or merged pipeline; None before export.
-        example_prompt: the first held-out prompt; see :func:`queries.example_prompt`.
     """
 
     paths: RunPaths
@@ -74,7 +71,6 @@ class RunRecord:
     estimate: RunEstimate | None
     corrected: RunEstimate | None
     weights: Path | None
-    example_prompt: str | None
 
     @property
     def curves(self) -> tuple[str, ...]:
@@ -116,8 +112,6 @@ def read_run(directory: Path) -> RunRecord:
     paths = RunPaths(directory)
     paths.require_run()
     rows = read_metrics(directory)
-    with closing(queries.open_readonly(paths.ledger)) as connection, queries.consistent_reading(connection):
-        prompt = queries.example_prompt(connection)
     config, (spent, pace) = load_dump(paths.config, installed=False), read_so_far(directory)
     weights = (directory / "lora", directory / "merged")
     return RunRecord(
@@ -131,7 +125,6 @@ def read_run(directory: Path) -> RunRecord:
         if pace is None
         else estimated(pace, spent, config.iterations, config.evaluation.count(config.iterations)),
         weights=next((folder for folder in weights if folder.is_dir()), None),
-        example_prompt=prompt,
     )
 
 

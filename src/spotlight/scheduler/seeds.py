@@ -10,8 +10,9 @@ import hashlib
 import heapq
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
-from spotlight_rewards.base.prompts import Prompt
+from spotlight_rewards.base.prompts import Prompt, PromptId
 
 
 def derive_seed(run_seed: int, *fields: str | int) -> int:
@@ -67,4 +68,9 @@ def _epoch_order(prompts: Sequence[Prompt], run_seed: int, epoch: int, count: in
 
 
 def _by_hash(prompts: Sequence[Prompt], run_seed: int, epoch: int) -> list[Prompt]:
-    return sorted(prompts, key=lambda prompt: derive_seed(run_seed, "order", epoch, prompt.id))
+    return [prompts[index] for index in _hashed(tuple(prompt.id for prompt in prompts), run_seed, epoch)]
+
+
+@lru_cache(maxsize=8)  # a pass over tens of thousands of prompts is cut into hundreds of iterations
+def _hashed(ids: tuple[PromptId, ...], run_seed: int, epoch: int) -> list[int]:
+    return sorted(range(len(ids)), key=lambda index: derive_seed(run_seed, "order", epoch, ids[index]))

@@ -140,6 +140,9 @@ class Learner:
         self.samples = 0
         """Samples trained."""
         self.log = IterationLog()
+        self._open_batch()
+
+    def _open_batch(self) -> None:
         self._waiting: dict[str, _Prepared] = {}
         self._order: list[Sequence[str]] = []
         """Micro-batches of the current batch."""
@@ -147,8 +150,8 @@ class Learner:
         """What is trained in place of a micro-batch of the current batch."""
         self._taken: dict[str, tuple[str, float]] = {}
         """Group and advantage of every sample of the current batch, trained or not."""
-        self._groups = TrainedGroups(algorithm.config, self.ranks)
-        self._version, self._preparing_s = 0, 0.0
+        self._groups = TrainedGroups(self.algorithm.config, self.ranks)
+        self._version, self._preparing_s = self.steps, 0.0
         """Policy version that the current batch starts from, and time spent on preparing it."""
         self._labels = 0
         self._stepped = False
@@ -331,13 +334,6 @@ class Learner:
         return self.config.scheduled(self.steps, self.batches, self.samples)
 
     # -- a batch ---------------------------------------------------------------------------------------
-
-    def _open_batch(self) -> None:
-        self._waiting, self._taken, self._order, self._preparing_s = {}, {}, [], 0.0
-        self._regrouped = {}
-        self._version, self._labels, self._stepped = self.steps, 0, False
-        self._update = self._new_update()
-        self._groups.clear()
 
     def _take(self, samples: Sequence[TrainingSample], micro_batches: Sequence[Sequence[str]]) -> None:
         part = {sample.key: _Prepared(sample) for sample in samples}

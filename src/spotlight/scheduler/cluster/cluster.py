@@ -302,6 +302,10 @@ class Cluster:
             self._set_state(worker, WorkerState.LOADING)
             self._load(worker)
 
+    def able(self, host: Host) -> int:
+        """Workers of a node that can be in a group."""
+        return sum(self.workers[name].state in ABLE for name in host.workers)
+
     def _set_state(self, worker: Worker, state: WorkerState) -> None:
         self._capable += (state in ABLE) - (worker.state in ABLE)
         worker.state = state

@@ -12,7 +12,7 @@ from functools import cache
 
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.cluster.cluster import Cluster
-from spotlight.scheduler.cluster.members import ABLE, GroupState, Host, WorkerGroup
+from spotlight.scheduler.cluster.members import GroupState, Host, WorkerGroup
 from spotlight.scheduler.cluster.recovery import Recovery
 from spotlight.scheduler.cluster.sharing import Able
 from spotlight.scheduler.cluster.spare_time import Demand
@@ -223,9 +223,8 @@ class Dispatcher:
         if over_previews and self.spare.explores:
             held = (one for one in held if self.queue.purpose_of(one[0].id) is not Purpose.EXPLORE)
         steps = max((steps for _, steps in held), default=0)
-        able = sum(cluster.workers[name].state in ABLE for name in host.workers)
         if (
-            able < degree
+            cluster.able(host) < degree
             or any(len(other.members) >= degree or other.state is not GroupState.READY for other in groups)
             or (steps > 0 if steps_held == 0 else steps <= steps_held)
         ):

@@ -123,11 +123,6 @@ class TrainedGroups:
     _draws: dict[str, tuple[int, int]] = field(default_factory=dict)
     _sizes: Counter[str] = field(default_factory=Counter)
 
-    def clear(self) -> None:
-        """Before a new batch."""
-        self._draws.clear()
-        self._sizes.clear()
-
     def take(self, samples: Sequence[TrainingSample]) -> None:
         """More samples of the batch, of all ranks; all of a group at once."""
         for sample in samples:

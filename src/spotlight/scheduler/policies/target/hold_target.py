@@ -14,7 +14,6 @@ from pydantic import FiniteFloat, PositiveFloat, TypeAdapter
 from spotlight.config.section import Section
 from spotlight.config.sections.target import TargetConfig
 from spotlight.scheduler import events as ev
-from spotlight.scheduler.cluster.members import ABLE
 from spotlight.scheduler.effects import ReportFleet
 from spotlight.scheduler.fleet.fleet_machine import Fleet, FleetPolicy
 from spotlight.scheduler.fleet.supply import Supply
@@ -84,12 +83,8 @@ class HoldTarget(FleetPolicy):
     def _measure(self, fleet: Fleet) -> None:
         cluster, working, workers = fleet.cluster, 0, 0
         for machine in fleet.machines.values():
-            hosts = [cluster.hosts[part.id] for part in machine.parts]
-            able = sum(
-                cluster.workers[name].state in ABLE
-                for host in hosts
-                for name in ([] if host.draining else host.workers)
-            )
+            hosts = (cluster.hosts[part.id] for part in machine.parts)
+            able = sum(cluster.able(host) for host in hosts if not host.draining)
             workers += able
             working += machine.node.kind is NodeKind.SPOT and (able > 0 or machine.ranks > 0)
         self.meter.observe(fleet.now, workers, working)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from spotlight.scheduler.cluster.cluster import Cluster
-from spotlight.scheduler.cluster.members import ABLE, GroupState
+from spotlight.scheduler.cluster.members import GroupState
 from spotlight.scheduler.cluster.queue import PullQueue, WorkClass
 from spotlight.scheduler.policies.trainers.look_ahead import Others, Timeline, find_budget
 from spotlight.scheduler.types import GroupKind
@@ -128,7 +128,7 @@ def groups_soon(cluster: Cluster, degree: int, *, trains: bool) -> Iterator[Grou
     for host in cluster.hosts.values():
         if host.node.trains is not trains or host.draining:
             continue
-        apart = sum(cluster.workers[name].state in ABLE for name in host.workers)
+        apart = cluster.able(host)
         for leader in host.leaders:
             group = cluster.groups[leader]
             if group.state is not GroupState.STOPPING and len(group.members) <= degree:
