@@ -38,6 +38,7 @@ from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.ledger_audit import AuditLimits, AuditReport, audit
 from spotlight.store.metrics import MetricsRow, read_metrics
 from spotlight.store.run_directory import RunPaths
+from spotlight.store.run_summary import read_summary
 
 TINY = (
     "device=cpu",
@@ -104,7 +105,14 @@ class Job:
         recorded = RecordedRun()
         config = self.config(name, *overrides)
         recorded.result = driver_of(config)(config, recorded)
+        _require_summary(recorded.result)
         return recorded
+
+
+def _require_summary(result: RunResult) -> None:
+    """Raise StoreError if a run that has ended left none."""
+    if result.finished:
+        read_summary(RunPaths(result.directory).summary)
 
 
 @dataclass
@@ -208,6 +216,8 @@ def _work(arguments: list[str], signals: Sequence[At], answer: Path) -> None:
     try:
         with in_a_folder(config, observer.note) as config:
             result = driver_of(config)(config, observer)
+        if int(os.environ.get("RANK", "0")) == 0:
+            _require_summary(result)
         ended = {
             "finished": result.finished,
             "stopped": result.stopped,

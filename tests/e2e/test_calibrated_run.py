@@ -13,8 +13,8 @@ from ray_job import running
 
 from spotlight.report.record import read_run
 from spotlight.runtime.assembly.controller_plan import cluster_plan_of
-from spotlight.store.metrics import read_metrics
-from spotlight.store.run_estimate import SpentSoFar, estimated, is_validation, measured_pace
+from spotlight.store.metrics import is_validation, read_metrics
+from spotlight.store.run_estimate import SpentSoFar, estimated, measured_pace
 from spotlight_plan.calibration.measured_profile import measured_profile
 from spotlight_plan.calibration.run_prediction import predict_run
 from spotlight_plan.calibration.run_times import RunTimes, read_run_times
@@ -86,7 +86,7 @@ def test_a_run_is_estimated_by_the_figures_of_another_and_corrected_by_its_own(
     rows = read_metrics(record.paths.path)
     third = next(at for at, row in enumerate(rows) if row.iteration == 2 and not is_validation(row))
     early = SpentSoFar(3, 1, rows[third].wall_s, record.history.cost_usd * rows[third].wall_s / record.wall_s)
-    pace = measured_pace(rows[: third + 1], 0, early, record.seconds_by_phase)
+    pace = measured_pace(rows[: third + 1], 0, early, record.history.gpu_seconds_by_phase)
     assert pace is not None
     corrected = estimated(pace, early, said.iterations, said.evaluations)
     print(f"{record.wall_s:.1f} s; estimated {said.work_s}, after three iterations {corrected.work_s}")

@@ -59,11 +59,8 @@ def test_train_ends_with_scores_cost_places_and_loading_lines(trained: tuple[Pat
     assert "= 0.0 x its noise" in output or "x its noise of" in output
     assert "Samples 12 issued = 12 trained" in output
     record = read_run(run)
-    assert record.history.example_prompt == load_prompts(record.config).test[0].text
-    assert (
-        loading_snippet(record.config, (run / "lora").resolve(), prompt=record.history.example_prompt)
-        in output
-    )
+    assert record.example_prompt == load_prompts(record.config).test[0].text
+    assert loading_snippet(record.config, (run / "lora").resolve(), prompt=record.example_prompt) in output
     assert (run / "card" / "README.md").is_file()
 
 

@@ -226,10 +226,10 @@ def test_the_loading_lines_survive_any_width_as_python(run: RunRecord, width: in
     assert len(lines[start:]) >= 4
     program = "\n".join(lines[start : start + 4])
     assert program == loading_snippet(
-        run.config, (run.paths.path / "lora").resolve(), prompt=run.history.example_prompt
+        run.config, (run.paths.path / "lora").resolve(), prompt=run.example_prompt
     )
     ast.parse(program)
-    assert f"prompt={run.history.example_prompt!r}" in program
+    assert f"prompt={run.example_prompt!r}" in program
 
 
 def test_a_full_fine_tune_a_guided_and_a_bfloat16_model_load_as_they_must() -> None:
@@ -295,9 +295,7 @@ def test_the_card_is_a_folder_of_its_own_with_all_it_shows(run: RunRecord) -> No
     assert "| counting |" in text
     assert "`strict`: the share of pictures" in text
     assert "`graded`: the mean total reward" in text
-    snippet = loading_snippet(
-        run.config, (run.paths.path / "lora").resolve(), prompt=run.history.example_prompt
-    )
+    snippet = loading_snippet(run.config, (run.paths.path / "lora").resolve(), prompt=run.example_prompt)
     assert without_places(snippet) in text
     assert published_settings(run.config).rstrip() in text
     assert "Survived 1 interruption" in text

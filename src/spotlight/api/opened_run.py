@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from spotlight.api.arguments import overrides_of, require_kind
-from spotlight.report.wording import plural
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.run_store import Wanted, stored_run, stored_runs
 from spotlight_rewards.base.file_errors import StoreError
@@ -218,6 +217,8 @@ class Run:
         return audit_run(self._bring(Wanted.CHECKPOINT))
 
     def _repr_html_(self) -> str:
+        from spotlight.report.wording import plural
+
         record = self.record
         rows = "".join(
             f"<tr><td>{row.iteration}</td>"

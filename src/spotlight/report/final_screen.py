@@ -52,7 +52,7 @@ def print_final_screen(console: Console, run: RunRecord, card: Path | None) -> N
         console.print(Text.assemble((f" {name:<15}", "bold"), str(path)), soft_wrap=True)
     if run.weights is not None:
         console.print(Text("\n Load it in plain diffusers:\n", style="bold"))
-        snippet = loading_snippet(run.config, run.weights.resolve(), prompt=run.history.example_prompt)
+        snippet = loading_snippet(run.config, run.weights.resolve(), prompt=run.example_prompt)
         console.print(Text(snippet + "\n", style="cyan"), soft_wrap=True)
 
 

@@ -84,7 +84,7 @@ def card_text(run: RunRecord, pictures: list[str], charts: list[str]) -> str:
     if weights is None and not lora and run.history.state == "finished":
         weights = run.paths.path / "merged"  # a bucket keeps it: too large to be brought for its name
     if weights is not None:
-        snippet = loading_snippet(run.config, weights.resolve(), prompt=run.history.example_prompt)
+        snippet = loading_snippet(run.config, weights.resolve(), prompt=run.example_prompt)
         hint = f"Once {'the LoRA' if lora else 'the model'} is on a hub, its id takes the place of the path."
         if lora:
             hint = " ".join(filter(None, (hint, _where_it_loads(run.config), whole_base_note(run.config))))

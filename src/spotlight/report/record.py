@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from spotlight.config.load import load_dump
 from spotlight.config.schema import RunConfig
+from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.history import History, read_history
 from spotlight.store.metrics import JUDGED, STDERR, VALIDATION, Mean, MetricsRow, is_validation, read_metrics
 from spotlight.store.run_directory import RunPaths
@@ -60,6 +62,7 @@ class RunRecord:
         rows: of trained iterations.
         estimate: what was said when the run began, or last changed its course; None: nothing was known.
         corrected: the same by what its own rows say; None before three of them.
+        example_prompt: the first held-out prompt; see :func:`.ledger_queries.example_prompt`.
         weights: folder of the LoRA or merged pipeline; None before export.
     """
 
@@ -70,6 +73,7 @@ class RunRecord:
     rows: tuple[MetricsRow, ...]
     estimate: RunEstimate | None
     corrected: RunEstimate | None
+    example_prompt: str | None
     weights: Path | None
 
     @property
@@ -112,6 +116,8 @@ def read_run(directory: Path) -> RunRecord:
     paths = RunPaths(directory)
     paths.require_run()
     rows = read_metrics(directory)
+    with closing(queries.open_readonly(paths.ledger)) as connection:
+        prompt = queries.example_prompt(connection)
     config, (spent, pace) = load_dump(paths.config, installed=False), read_so_far(directory)
     weights = (directory / "lora", directory / "merged")
     return RunRecord(
@@ -124,6 +130,7 @@ def read_run(directory: Path) -> RunRecord:
         corrected=None
         if pace is None
         else estimated(pace, spent, config.iterations, config.evaluation.count(config.iterations)),
+        example_prompt=prompt,
         weights=next((folder for folder in weights if folder.is_dir()), None),
     )
 

@@ -68,7 +68,7 @@ class RunResult:
 
     @property
     def finished(self) -> bool:
-        """Whether no work is left; then the run directory has a summary."""
+        """Whether no work is left; on the main rank the run directory has a summary then."""
         return self.error is None and not self.stopped
 
 

@@ -22,7 +22,8 @@ from spotlight.garbage import collection_paused
 from spotlight.rollout.stored_pictures import StoredPictures, require_readable
 from spotlight.runtime.assembly import components as build
 from spotlight.runtime.assembly.learner_parts import Learning, assemble, fill_embeddings, prepare_model
-from spotlight.runtime.attempt import RunResult, open_attempt
+from spotlight.runtime.attempt import RunResult as RunResult
+from spotlight.runtime.attempt import open_attempt
 from spotlight.runtime.clock import PhaseClock
 from spotlight.runtime.conclusion import conclude_run, export_judged
 from spotlight.runtime.inline import Denoiser, InlineDriver

@@ -104,7 +104,7 @@ def export(
             lost = trained.export_merged(target, dtype)
         else:
             trained.export_lora(target)
-        prompt = read_run(trained.directory).history.example_prompt
+        prompt = read_run(trained.directory).example_prompt
     typer.echo(f"{printable(target)} (iteration {trained.iteration}, {trained.weights} weights)\n")
     if lost is not None:
         typer.echo(f"{_loss_note(lost, lora=not full)}\n")

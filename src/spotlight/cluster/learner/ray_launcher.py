@@ -30,7 +30,7 @@ from spotlight.cluster.remote_calls import cause_of, on_node
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-_TAIL_LINES = 20
+_TAIL_BYTES, _TAIL_LINES = 16 * 1024, 20
 _CALL_S, _STORE_S = 10.0, 300.0
 _log = logging.getLogger(__name__)
 
@@ -234,7 +234,7 @@ def _kill(ranks: Sequence[RankActor | SpareProcess]) -> None:
 
 def _tail(path: Path) -> str:
     try:
-        lines = last_lines(path)
+        lines = last_lines(path, _TAIL_BYTES)
     except OSError:
         return ""
     return "\n".join([f"{path} ends with:", *(f"    {line}" for line in lines[-_TAIL_LINES:])])

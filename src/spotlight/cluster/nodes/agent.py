@@ -99,14 +99,14 @@ def _names(file: Path, actor: str) -> bool:
         return f":actor_name:{actor}\n".encode() in stream.read(_HEAD_BYTES)
 
 
-def last_lines(file: Path) -> list[str]:
-    """The lines of its last 64 KiB. Raises OSError."""
+def last_lines(file: Path, most_bytes: int) -> list[str]:
+    """The lines of its last bytes. Raises OSError."""
     with file.open("rb") as stream:
-        stream.seek(max(0, stream.seek(0, os.SEEK_END) - _READ_MAX))
+        stream.seek(max(0, stream.seek(0, os.SEEK_END) - most_bytes))
         return stream.read().decode(errors="replace").splitlines()
 
 
 def _tail(file: Path) -> str:
     marks = (":job_id:", ":actor_name:")
-    written = [line for line in last_lines(file) if line.strip() and not line.startswith(marks)]
+    written = [line for line in last_lines(file, _READ_MAX) if line.strip() and not line.startswith(marks)]
     return "\n".join([f"{file.name}:", *(f"  {line}" for line in written[-_LINES:])]) if written else ""

@@ -55,7 +55,6 @@ class History:
         prices_usd_h: distinct prices per worker-hour, ascending.
         filled_s: GPU-seconds of otherwise idle time.
         incidents: counts by (kind, whether it hit a spot node).
-        example_prompt: see :func:`.ledger_queries.example_prompt`.
         course: what the configuration was changed to on the way, and what the run was forked from.
     """
 
@@ -70,7 +69,6 @@ class History:
     prices_usd_h: tuple[float, ...]
     filled_s: Mapping[Filler, float]
     incidents: Mapping[tuple[Incident, bool], int]
-    example_prompt: str | None
     course: tuple[CourseChange, ...]
 
     @property
@@ -141,6 +139,5 @@ def read_history(run: Path, within_s: float | None = None) -> History:
             prices_usd_h=queries.prices_usd_h(connection),
             filled_s=queries.filled_s(connection),
             incidents=queries.incidents(connection),
-            example_prompt=queries.example_prompt(connection),
             course=read_course(connection),
         )

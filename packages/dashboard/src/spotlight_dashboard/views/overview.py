@@ -166,8 +166,8 @@ def history_and_findings(run: RunFolder, limits: RunLimits) -> tuple[History, li
     """What :func:`accounting` tells. Raises as it does."""
     run.ledger()
     history = read_history(run.path, READ_S)
+    seconds = history.gpu_seconds_by_phase
     with closing(run.open_ledger()) as connection:
-        seconds = queries.gpu_seconds_by_phase(connection)
         gone_at = spot_gone_at(connection) if history.state == "running" else None
         ahead = outlook(run, connection) if limits.look_ahead else None
     rows = [row for row in recent_rows(run, _REMEMBERED) if LOSS in row]
