@@ -356,11 +356,24 @@ class World:
             nodes.started if self.controller.plan.cluster.learner_moves else None,
         )  # fmt: skip
         self.head = Head(
-            self.controller, self.inbox, self.conversations, pool, driver, self.samples,
-            self, accounts, recorder, incidents, Drains(lambda _: None), notes,  # type: ignore[arg-type]
-            self.attempt.number, (1, 1), 1, TraceCollector(client, profile, notes.note, 1),
-            nodes,  # type: ignore[arg-type]
-        )  # fmt: skip
+            controller=self.controller,
+            inbox=self.inbox,
+            conversations=self.conversations,
+            workers=pool,
+            learner=driver,
+            samples=self.samples,
+            scoring=self,  # type: ignore[arg-type]
+            accounts=accounts,
+            recorder=recorder,
+            incidents=incidents,
+            drains=Drains(lambda _: None),
+            observer=notes,  # type: ignore[arg-type]
+            attempt=self.attempt.number,
+            grid=(1, 1),
+            training_pictures_every=1,
+            traces=TraceCollector(client, profile, notes.note, 1),
+            nodes=nodes,  # type: ignore[arg-type]
+        )
 
     # -- a starter and a scorer ------------------------------------------------------------------------
 

@@ -68,7 +68,7 @@ class _Effort:
     reward_wait_s: float = 0.0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Head:
     """Drives one run to its end, or after :meth:`request_stop` to where a resume is exact.
 

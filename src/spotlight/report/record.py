@@ -62,7 +62,7 @@ class RunRecord:
         rows: of trained iterations.
         estimate: what was said when the run began, or last changed its course; None: nothing was known.
         corrected: the same by what its own rows say; None before three of them.
-        example_prompt: the first held-out prompt; see :func:`~spotlight.store.ledger.ledger_queries.example_prompt`.
+        example_prompt: see :func:`~spotlight.store.ledger.ledger_queries.example_prompt`.
         weights: folder of the LoRA or merged pipeline; None before export.
     """
 

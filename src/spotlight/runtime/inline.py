@@ -135,7 +135,7 @@ class _Scoring:
     lineage: int
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class InlineDriver:
     """Drives one run to its end, or after ``request_stop`` to where a resume is exact.
 
