@@ -68,7 +68,6 @@ NO_HISTORY = History(
     prices_usd_h=(),
     filled_s={},
     incidents={},
-    example_prompt=None,
     course=(),
 )
 ALERT = Alert("a run", "idle", True, "It idles.", "Do this.", False, 1.0)
