@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
+from diffusers.pipelines.flux2 import pipeline_flux2
 
 from spotlight.config.load import build_config
 from spotlight.models.families.flux2_klein import Flux2Klein
@@ -33,7 +33,18 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Flux2Klein:
 def test_shift_is_the_pipelines(family: Flux2Klein, side: int, steps: int) -> None:
     size = MediaSize(side, side)
     tokens = family.dimensions.tokens(size)
-    assert family.dynamic_shift(steps, size) == {"mu": compute_empirical_mu(tokens, steps)}
+    # FLUX.2-dev's, of which the other pipeline has a copy.
+    assert family.dynamic_shift(steps, size) == {"mu": pipeline_flux2.compute_empirical_mu(tokens, steps)}
+
+
+@pytest.mark.parametrize(
+    ("side", "steps", "mu"),
+    [(128, 4, 2.0306897), (128, 50, 1.7019562), (256, 28, 2.1514432), (512, 4, 3.2299863)],
+)
+def test_above_4300_tokens_the_shift_is_linear_in_them(
+    family: Flux2Klein, side: int, steps: int, mu: float
+) -> None:
+    assert family.dynamic_shift(steps, MediaSize(side, side))["mu"] == pytest.approx(mu, abs=1e-6)
 
 
 def test_a_distilled_pipeline_refuses_guidance(family: Flux2Klein) -> None:

@@ -40,7 +40,10 @@ class Section(StrictSection):
                     yield from section.sections()
 
     def notes(self, run: RunConfig) -> Iterator[str]:
-        """What is valid, but may not be what was meant; nothing unless overridden."""
+        """What is valid, but may not be what was meant; nothing unless overridden.
+
+        Sections within it are asked for theirs.
+        """
         yield from ()
 
 

@@ -293,8 +293,11 @@ class ModelFamily(FamilyTraits, ABC):
         sigmas = self.given_sigmas(steps)
         self.scheduler.set_timesteps(device="cpu", sigmas=sigmas, **self.dynamic_shift(steps, size))
 
-    def given_sigmas(self, steps: int) -> Any:
-        """Noise levels that the pipeline gives to its scheduler: linear, without the last, 0."""
+    def given_sigmas(self, steps: int) -> Sequence[float] | NDArray[np.float64]:
+        """Noise levels that the pipeline gives to its scheduler: linear, without the last, 0.
+
+        Of families whose pipelines give none, :meth:`set_timesteps` is overridden, and this is not asked.
+        """
         return np.linspace(1.0, 1 / steps, steps)
 
     def dynamic_shift(self, steps: int, size: MediaSize) -> dict[str, float]:
@@ -498,8 +501,7 @@ def decode_normalised(vae: Any, latents: Tensor) -> Tensor:
     """Undo the normalisation of 5-D latents by ``latents_mean`` and ``latents_std``, and decode."""
     mean, std = latent_statistics(vae, latents)
     # Inverted twice, as in the pipelines: dividing by 1/std is not bitwise multiplying by std.
-    decoded: Tensor = vae.decode(latents / (1.0 / std) + mean, return_dict=False)[0]
-    return decoded
+    return ModelFamily.output_of(vae.decode, latents / (1.0 / std) + mean)
 
 
 def encode_normalised(vae: Any, frames: Tensor) -> Tensor:

@@ -182,8 +182,8 @@ def dimensions(
     """By the usual keys of a transformer's ``config.json``. Raises :class:`ModelError`.
 
     Args:
-        patch_px: default: two latents of a VAE that has blocks.
-        vae_width: default: that of its blocks.
+        patch_px: default: pixels of two latents of a VAE with ``block_out_channels``.
+        vae_width: default: the first of those.
         layers: keys of the numbers of blocks, which are added up.
         latents: key of the number of channels of latents.
         latents_per_token: latents that the transformer itself makes a token of.
@@ -194,7 +194,8 @@ def dimensions(
     )
     if patch_px is None or vae_width is None:
         latent_px, outermost = block_widths(files)
-        patch_px, vae_width = patch_px or 2 * latent_px, vae_width or outermost
+        patch_px = 2 * latent_px if patch_px is None else patch_px
+        vae_width = outermost if vae_width is None else vae_width
     return Dimensions(
         layers=sum(config_integer(files, "transformer", key) for key in layers),
         width=heads * per_head,

@@ -10,8 +10,8 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
     from spotlight_kernels.quantised.linear import StoredWeight
+
+_shapes: dict[str, Mapping[str, tuple[int, ...]]] = {}
 
 
 def skeleton(
@@ -77,18 +79,19 @@ def skeleton(
 
 
 def shapes_of(config: Mapping[str, object]) -> Mapping[str, tuple[int, ...]]:
-    """Shapes of the parameters of a diffusers model by its ``config.json``, on the meta device: no memory."""
-    return _shapes_of(json.dumps(config))
+    """Shapes of the parameters of a diffusers model by its ``config.json``, on the meta device: no memory.
 
-
-@lru_cache(maxsize=64)  # more than the published models have; making one takes up to a second
-def _shapes_of(config: str) -> Mapping[str, tuple[int, ...]]:
+    Found once a process: it takes up to a second.
+    """
     import diffusers
 
-    settings = json.loads(config)
-    with torch.device("meta"):
-        model = getattr(diffusers, settings["_class_name"]).from_config(settings)
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    key = json.dumps(config, sort_keys=True, default=repr)
+    if key not in _shapes:
+        with torch.device("meta"):
+            model = getattr(diffusers, str(config["_class_name"])).from_config(dict(config))
+        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        _shapes[key] = MappingProxyType(shapes)
+    return _shapes[key]
 
 
 def load_weights(

@@ -131,7 +131,13 @@ class Learner:
         self._unread = family.unread_layers()
         self.optimizer = adamw(slots, config)
         self.passes = TrainingPasses(
-            algorithm, self.ranks, family.device, config, module, self.optimizer, recomputation
+            algorithm,
+            self.ranks,
+            family.device,
+            config=config,
+            module=module,
+            optimizer=self.optimizer,
+            recomputation=recomputation,
         )
         self.steps = 0
         """Optimizer steps applied: the policy version."""

@@ -54,7 +54,7 @@ class StateError(UserError, RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Optimizer steps applied, batches finished and samples trained."""
+    """Optimizer steps applied, batches finished and samples trained: as states and digests have them."""
 
     steps: int
     batches: int

@@ -99,6 +99,7 @@ class TrainingPasses:
         algorithm: Algorithm,
         ranks: Ranks,
         device: torch.device,
+        *,
         config: LearnerConfig,
         module: nn.Module,
         optimizer: torch.optim.Optimizer,

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from spotlight.models.family import ConditionBatch, MediaSize, ModelError, ModelFamily, latent_statistics
@@ -122,10 +124,10 @@ class QwenImage21(ModelFamily):
                 f"{fixed}. Set it to their number, or remove sample_sigmas for a linear schedule"
             )
 
-    def given_sigmas(self, steps: int) -> Any:
+    def given_sigmas(self, steps: int) -> Sequence[float] | NDArray[np.float64]:
         """Linear, unless the pipeline fixes them (``sample_sigmas``)."""
         fixed = self.files.setting("sample_sigmas")
-        return super().given_sigmas(steps) if fixed is None else fixed
+        return super().given_sigmas(steps) if fixed is None else cast(Sequence[float], fixed)
 
     def predict(
         self,

@@ -9,6 +9,7 @@ Traps of the reference:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -89,8 +90,9 @@ class ZImage(ScaledVaeFamily):
         )
         return {"embeds": embeds[0]}
 
-    def given_sigmas(self, steps: int) -> Any:
-        return torch.linspace(1.0, 1 / steps, steps).tolist()
+    def given_sigmas(self, steps: int) -> Sequence[float]:
+        sigmas: list[float] = torch.linspace(1.0, 1 / steps, steps).tolist()
+        return sigmas
 
     def predict(
         self,
