@@ -7,6 +7,7 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -17,7 +18,10 @@ from spotlight.data.datasets import Prompts
 from spotlight.runtime.recorder import restored_controller
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler.controller import Controller
+from spotlight.scheduler.iteration import Snapshot
+from spotlight.scheduler.ledger import Ledger
 from spotlight.scheduler.plan import Plan
+from spotlight.scheduler.types import PolicyVersion
 from spotlight.training.learner_state import StateError
 from spotlight_rewards.base.prompts import Prompt
 
@@ -103,3 +107,11 @@ def test_a_resumed_run_names_the_file_and_what_to_do(saved: Saved, tmp_path: Pat
     path.write_text(text, encoding="utf-8")
     with pytest.raises(StateError, match=r"controller\.json cannot be read .*package_version"):
         restored_controller(tmp_path, plan, prompts)
+
+
+def test_a_policy_may_say_its_state_as_any_mapping() -> None:
+    said = Snapshot(
+        3, PolicyVersion(4), 5, Ledger().snapshot(), {"added": MappingProxyType({"seen": [1, 2]})}
+    )
+    tree = json.loads(json.dumps(said.to_dict()))
+    assert Snapshot.from_dict(tree).policies == {"added": {"seen": [1, 2]}}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from unittest import mock
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spotlight.scheduler import seeds as module
 from spotlight.scheduler.seeds import derive_seed, prompts_of_iteration
 from spotlight_rewards.base.prompts import Prompt, PromptId
 
@@ -81,3 +83,11 @@ def test_passes_and_run_seeds_have_orders_of_their_own() -> None:
     pool = make_prompts(30)
     orders = {tuple(p.id for p in prompts_of_iteration(pool, seed, i, 30)) for seed in (0, 1) for i in (0, 1)}
     assert len(orders) == 4
+
+
+def test_a_pass_over_the_prompts_is_hashed_once() -> None:
+    prompts = make_prompts(1000)
+    with mock.patch.object(module, "derive_seed", wraps=derive_seed) as derived:
+        for iteration in range(31):
+            prompts_of_iteration(prompts, 4321, iteration, 32)
+    assert derived.call_count == len(prompts)

@@ -10,7 +10,7 @@ from typing import TypeVar
 from spotlight.scheduler.types import Comparison, Group, MicroBatch, RolloutId, Scores
 from spotlight_rewards.base.prompts import PromptId
 
-Whole = TypeVar("Whole")
+GroupLike = TypeVar("GroupLike")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +50,13 @@ def whole_group(
 
 
 def even_shares(total: int, most: int) -> list[range]:
-    """So many things, in order and evenly in at most ``most`` parts; nothing is one empty part."""
+    """So many things, in order and evenly in at most ``most`` parts; of none there is one, empty."""
     count = max(1, min(most, total))
     return [range(low, high) for low, high in pairwise(total * index // count for index in range(count + 1))]
 
 
-def split_updates(groups: Sequence[Whole], updates: int) -> list[list[Whole]]:
-    """Divide whole groups, or parts of their own, among at most ``updates`` optimizer steps."""
+def split_updates(groups: Sequence[GroupLike], updates: int) -> list[list[GroupLike]]:
+    """Divide whole groups, or what stands for each, among at most ``updates`` optimizer steps."""
     shares = even_shares(len(groups), updates)
     return [[groups[index] for index in share] for share in shares if share]
 

@@ -6,7 +6,7 @@ Ids, seeds and steps of rollouts depend on the plan and the run seed alone.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from pydantic import TypeAdapter
 
@@ -64,7 +64,7 @@ class Work:
         owner: the policy that issued them; None: the iteration under way.
         recorded: in the ledger.
         unscored: neither scored nor dropped.
-        makers: of the samples that are stored.
+        makers: of the samples made; of the current iteration's without those freed since.
     """
 
     owner: Policy | None = None
@@ -77,7 +77,7 @@ class Work:
     @property
     def unmade(self) -> set[RolloutId]:
         """Neither made nor dropped."""
-        return self.unscored - self.makers.keys()
+        return {name for name in self.unscored if name not in self.makers}
 
     def issue(self, rollout: Rollout) -> None:
         """Add a rollout that is to be made."""
@@ -208,9 +208,14 @@ class Snapshot:
 
     def to_dict(self) -> dict[str, object]:
         """JSON-able, for :meth:`from_dict`."""
-        tree = asdict(self)
-        if not self.policies:
-            del tree["policies"]
+        tree: dict[str, object] = {
+            "iteration": self.iteration,
+            "version": self.version,
+            "leases_granted": self.leases_granted,
+            "ledger": dict(self.ledger),
+        }
+        if self.policies:
+            tree["policies"] = {name: dict(state) for name, state in self.policies.items()}
         return tree
 
     @classmethod

@@ -171,7 +171,7 @@ class Plan:
 
     @property
     def policies(self) -> dict[str, Section | None]:
-        """The names of the policies that are used, the fleet's too, with settings of other packages' ones."""
+        """The names of the policies that are used, with the settings of those of other packages."""
         used = {
             "next-iteration": self.pipeline.next_share > 0,
             "exploration": self.exploration is not None,
@@ -179,8 +179,6 @@ class Plan:
             "subset": self.choice.leaves_out,
             "trainers": self.bounded,
             "whole-groups": self.compares,
-            "spot-learner": self.cluster.learner_moves,
-            "target": self.fleet.target is not None,
         }
         return {name: None for name, on in used.items() if on} | dict(self.added)
 

@@ -71,6 +71,6 @@ def _by_hash(prompts: Sequence[Prompt], run_seed: int, epoch: int) -> list[Promp
     return [prompts[index] for index in _hashed(tuple(prompt.id for prompt in prompts), run_seed, epoch)]
 
 
-@lru_cache(maxsize=8)  # a pass over tens of thousands of prompts is cut into hundreds of iterations
-def _hashed(ids: tuple[PromptId, ...], run_seed: int, epoch: int) -> list[int]:
-    return sorted(range(len(ids)), key=lambda index: derive_seed(run_seed, "order", epoch, ids[index]))
+@lru_cache(maxsize=8)  # of many prompts, a pass is cut into hundreds of iterations; of few it takes no time
+def _hashed(ids: tuple[PromptId, ...], run_seed: int, epoch: int) -> tuple[int, ...]:
+    return tuple(sorted(range(len(ids)), key=lambda index: derive_seed(run_seed, "order", epoch, ids[index])))

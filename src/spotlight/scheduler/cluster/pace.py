@@ -61,13 +61,17 @@ class Pace:
 
     def end(self, lease: LeaseId, now: float) -> None:
         """A lease is finished: update the pace."""
-        running, spent_s = self.cut(lease, now)
+        running, spent_s = self._stop(lease, now)
         if running is not None and running.filler is not Filler.EXPLORATION and running.steps > 0:
             seen_s = spent_s / running.steps
             trains = running.filler is Filler.TRAINERS
             of, like = (running.kind, trains), (running.kind, not trains)
             known_s = self._step_s.get(of, self._step_s.get(like, seen_s))
             self._step_s[of] = known_s + _NEWS * (seen_s - known_s)
+
+    def cut(self, lease: LeaseId, now: float) -> None:
+        """End a lease unfinished: count the time filled, but no pace."""
+        self._stop(lease, now)
 
     def promote(self, now: float) -> None:
         """The next iteration begins: its early rollouts stop counting as filler."""
@@ -79,8 +83,7 @@ class Pace:
                 self._running[lease] = replace(running, filler=None)
             working.add(running.leader)
 
-    def cut(self, lease: LeaseId, now: float) -> tuple[_Running | None, float]:
-        """End a lease, finished or not: count the time filled, but no pace. Returns it with its seconds."""
+    def _stop(self, lease: LeaseId, now: float) -> tuple[_Running | None, float]:
         running = self._running.pop(lease, None)
         if running is None:
             return None, 0.0

@@ -18,14 +18,16 @@ from spotlight.scheduler.types import NodeId, NodeKind
 
 def make_fleet(plan: Plan, cluster: Cluster) -> Fleet:
     """No machine is there yet."""
-    fleet, used = plan.fleet, plan.policies
+    moves, fleet = plan.cluster.learner_moves, plan.fleet
+    built_in = {"spot-learner": moves, "target": fleet.target is not None}
+    used = {name: None for name, on in built_in.items() if on} | dict(plan.added)
     policies = [
         each
         for name in FLEET_POLICIES
         if name in used
         for each in FLEET_POLICIES.load(name).of(plan, used[name])
     ]
-    if fleet.reserved is not None and not plan.cluster.learner_moves:
+    if fleet.reserved is not None and not moves:
         learner = ReservedLearner(plan.ranks, fleet.reserved, ranks_roll_out=fleet.ranks_roll_out)
         policies.insert(0, learner)
     return Fleet(cluster, policies)

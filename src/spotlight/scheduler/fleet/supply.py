@@ -26,7 +26,7 @@ class Supply(FleetPolicy):
     """See the module's docstring. Asked after the policy that says how many.
 
     Attributes:
-        wanted: number of nodes; None: the provider has not said yet how many there are.
+        wanted: number of nodes; None: not decided yet.
 
     Args:
         move_s: seconds that a learner has to move off a node.

@@ -133,7 +133,9 @@ class DiscountedUCB:
     def _estimate(self, arm: Arm, plays: float, scale: float) -> ArmEstimate:
         weight = total = 0.0
         for other, memory in self._memory.items():
-            share = self.sharing ** self._distance(arm, other)  # 1 for its own plays
+            share = (
+                1.0 if other == arm else self.sharing ** self._distance(arm, other) if self.sharing else 0.0
+            )
             weight += share * memory.weight
             total += share * memory.total
         if weight < _UNTRIED:

@@ -252,7 +252,7 @@ class KeptPreviews:
         self._window, self.kept = closed, 0
 
     def take(self, rollout: Rollout) -> tuple[KeepPreview, Maker] | None:
-        """Keeps the sample of this rollout, if it was made as a preview; and who made it."""
+        """The sample of this rollout, to be kept, and who made it; None unless it was made as a preview."""
         preview = self._offered.get((rollout.prompt_id, rollout.seed))
         if preview is None or rollout.purpose is not Purpose.TRAIN or preview.version != rollout.version:
             return None

@@ -28,10 +28,8 @@ def kendall_tau(x: Sequence[float], y: Sequence[float]) -> float | None:
 
 def spearman_rho(x: Sequence[float], y: Sequence[float]) -> float | None:
     """Spearman's rho, ties at their mean rank; None if either side is constant."""
-    try:
-        return statistics.correlation(_ranks(x), _ranks(y))
-    except statistics.StatisticsError:
-        return None
+    one, other = _ranks(x), _ranks(y)
+    return statistics.correlation(one, other) if min(len({*one}), len({*other})) > 1 else None
 
 
 def hit_rate(previews: Sequence[float], realised: Sequence[float], count: int, *, top: bool) -> float:

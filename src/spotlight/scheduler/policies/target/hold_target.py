@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 from pydantic import FiniteFloat, PositiveFloat, TypeAdapter
 
@@ -146,7 +146,10 @@ class HoldTarget(FleetPolicy):
 
     def snapshot(self) -> Mapping[str, object]:
         """See :class:`FleetPolicy`."""
-        measured = [[*astuple(each)] for each in self.meter.iterations]
+        measured = [
+            [each.seconds, each.workers, each.work_s, each.spot_nodes, each.asked]
+            for each in self.meter.iterations
+        ]
         return {"wanted": self.supply.wanted, "done": self._done, "measured": measured}
 
     def restore(self, state: Mapping[str, object]) -> None:
