@@ -50,7 +50,7 @@ from spotlight.store.picture_names import TRAINING
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.run_estimate import RunEstimate, Span, write_estimate
 from spotlight_dashboard.dashboard_app import dashboard_app
-from spotlight_dashboard.dashboard_keys import DashboardKeys
+from spotlight_dashboard.dashboard_keys import DashboardKeys, Guesses
 from spotlight_rewards.base.prompts import Prompt, PromptId
 from spotlight_rewards.service.guarded_connections import guarded
 
@@ -272,10 +272,10 @@ def ask(client: TestClient, what: str, run: str = "wild", **query: object) -> An
 
 
 @contextmanager
-def served(place: Path, port: int = 0) -> Iterator[str]:
+def served(place: Path, port: int = 0, guesses: Guesses | None = None) -> Iterator[str]:
     """The address of a real server on the loopback, which :data:`TOKEN` opens."""
     listening = socket.create_server(("127.0.0.1", port))
-    app = dashboard_app([place], DashboardKeys(TOKEN))
+    app = dashboard_app([place], DashboardKeys(TOKEN, guesses=guesses or Guesses()))
     server = uvicorn.Server(guarded(app, timeout_graceful_shutdown=3))
     app.state.ends = lambda: server.should_exit
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
