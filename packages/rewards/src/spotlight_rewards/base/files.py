@@ -26,11 +26,7 @@ def open_regular(path: Path) -> BufferedReader:
 
     Raises OSError, also for anything but a file: a FIFO or a device would be waited for, perhaps forever.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return os.fdopen(descriptor, "rb")
+    return os.fdopen(_opened_regular(path, os.O_RDONLY), "rb")
 
 
 def read_regular(path: Path, bytes_max: int) -> bytes:
@@ -44,9 +40,15 @@ def read_regular(path: Path, bytes_max: int) -> bytes:
 
 def open_to_append(path: Path) -> BufferedWriter:
     """Open a file, made if it is missing, for writing at its end. Raises as :func:`open_regular`."""
-    if path.exists():
-        open_regular(path).close()
-    return path.open("ab")
+    return os.fdopen(_opened_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab")
+
+
+def _opened_regular(path: Path, flags: int) -> int:
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return descriptor
 
 
 def default_cache() -> Path:
