@@ -40,7 +40,8 @@ def read_regular(path: Path, bytes_max: int) -> bytes:
 
 def open_to_append(path: Path) -> BufferedWriter:
     """Open a file, made if it is missing, for writing at its end. Raises as :func:`open_regular`."""
-    return os.fdopen(_opened_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab")
+    # Reading, too: a FIFO that nobody reads cannot be opened for writing alone, and would not be called one.
+    return os.fdopen(_opened_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), "ab")
 
 
 def _opened_regular(path: Path, flags: int) -> int:
