@@ -45,7 +45,7 @@ def open_to_append(path: Path) -> BufferedWriter:
 
 
 def _opened_regular(path: Path, flags: int) -> int:
-    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY, 0o666)
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY, 0o644)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file", str(path))
