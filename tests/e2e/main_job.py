@@ -121,10 +121,14 @@ class RecordedRun(Observer):
 
     notes: list[str] = field(default_factory=list)
     iterations: list[int] = field(default_factory=list)
+    costs_usd: list[float] = field(default_factory=list)
     result: RunResult | None = None
 
     def note(self, text: str) -> None:
         self.notes.append(text)
+
+    def billed(self, cost_usd: float) -> None:
+        self.costs_usd.append(cost_usd)
 
     def iterated(self, iteration: int, row: Mapping[str, float]) -> None:
         self.iterations.append(iteration)

@@ -59,7 +59,11 @@ def test_an_extended_run_of_one_picture_forgets_the_undone_evaluation(job: Job) 
     assert read_summary(paths.summary).validation_stderr is None
     assert drawn_iterations(paths) == [0, 1]
     assert drawn_iterations(paths, TRAINING) == [0]
-    job.train("extended-by-one", *NFT, *one, "iterations=2")
+    assert recorded.costs_usd == [0]
+    with queries.open_readonly(paths.ledger) as ledger:
+        before_usd = queries.cost_usd(ledger)
+    # What an attempt shows as spent begins with what those before it cost.
+    assert job.train("extended-by-one", *NFT, *one, "iterations=2").costs_usd == [before_usd] != [0]
     assert drawn_iterations(paths) == [0, 2]
     assert drawn_iterations(paths, TRAINING) == [0, 1]
     assert not (paths.images / "iteration-000001.png").exists()

@@ -60,6 +60,8 @@ def test_time_left_and_cost_follow_the_iterations(clock: Clock) -> None:
     assert known.seconds_per_iteration == pytest.approx(8)
     assert known.left_s == pytest.approx(3 * 8)
     assert known.cost_usd == pytest.approx(76 * 3.6 / 3600)
+    known.billed_usd = 2.0  # of earlier attempts
+    assert known.cost_usd == pytest.approx(2 + 76 * 3.6 / 3600)
 
 
 def test_the_rate_is_that_of_the_present_stretch_of_work(clock: Clock) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import errno
 import io
 import json
 import math
@@ -389,6 +390,37 @@ def test_a_run_that_goes_is_reported_once(empty_place: Path, monkeypatch: pytest
     assert [text for text in rest if text.startswith("event: runs")] == [
         'event: runs\ndata: {"names": ["stays"]}\n\n'
     ]
+
+
+@pytest.mark.parametrize("broken", ["", "run"])
+def test_a_run_whose_disk_fails_for_a_while_is_silent_and_not_gone(
+    broken: str, empty_place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shown_module, "LOOKS_EVERY_S", 0.0)
+    for name in ("run", "no-run"):
+        (empty_place / name).mkdir()
+    (empty_place / "run" / "config.yaml").write_text("{}")
+    place, status = empty_place.resolve(), Path.stat
+    shown = shown_module.ShownRuns([empty_place])
+
+    async def look(*failing: Path) -> tuple[list[str], bool]:
+        def stat(path: Path, **how: Any) -> Any:
+            if any(path.is_relative_to(each) for each in failing):
+                raise OSError(errno.ESTALE, "Stale file handle", str(path))
+            return status(path, **how)
+
+        monkeypatch.setattr(Path, "stat", stat)
+        await shown.look()
+        try:
+            await shown.ask(RunFolder("run", place / "run"), "look", lambda _: None)
+        except shown_module.SilentRunError:
+            return list(await shown.look()), False
+        return list(await shown.look()), True
+
+    async def looks() -> list[tuple[list[str], bool]]:
+        return [await look(), await look(place / broken, place / "no-run"), await look()]
+
+    assert asyncio.run(looks()) == [(["run"], True), (["run"], False), (["run"], True)]
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ def test_an_evaluation_gives_a_comparing_reward_whole_groups(
     (tmp_path / "compared.py").write_text(REWARD)
     monkeypatch.chdir(tmp_path)
     # Two prompts of one text, which are two groups all the same.
-    lines = [{"prompt": "a dog", "line": 0}, {"prompt": "a dog", "line": 1}, {"prompt": "a cat", "line": 2}]
+    lines = [{"caption": text, "line": line} for line, text in enumerate(("a dog", "a dog", "a cat"))]
     (tmp_path / "p.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
     def in_pairs(_: TrainedRun, rollouts: Sequence[Rollout], *__: Any) -> Iterator[list[Any]]:
@@ -49,7 +49,8 @@ def test_an_evaluation_gives_a_comparing_reward_whole_groups(
             ]
 
     monkeypatch.setattr(TrainedRun, "_denoise", in_pairs)
-    config = RunConfig.model_validate({"rewards": [{"name": "compared:first"}]})
+    data = {"prompt_column": "caption"}  # read as the run's own files are
+    config = RunConfig.model_validate({"rewards": [{"name": "compared:first"}], "data": data})
     nobody: Any = None
     run = TrainedRun(tmp_path, config, 1, "policy", nobody, nobody)
     found = run.evaluate(Observer(), images_per_prompt=3, prompts_file=tmp_path / "p.jsonl").curves

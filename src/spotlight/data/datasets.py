@@ -143,9 +143,14 @@ def _file_of(config: RunConfig, key: str) -> Path:
 
 
 def _columns_of(config: RunConfig, key: str) -> Columns:
-    kept = config.cache / PICTURES_FOLDER
     if getattr(config.data, key) in TESTBEDS:
-        return Columns(kept=kept)
+        return Columns(kept=config.cache / PICTURES_FOLDER)
+    return columns_of(config)
+
+
+def columns_of(config: RunConfig) -> Columns:
+    """What the columns of files hold that the run is trained or evaluated on."""
+    kept = config.cache / PICTURES_FOLDER
     return Columns(config.data.prompt_column, config.data.reference_column, kept, files_read(config))
 
 

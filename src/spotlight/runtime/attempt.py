@@ -124,6 +124,7 @@ def open_attempt(
         number = recorder.ledger.begin_attempt(
             pid=os.getpid(), host=socket.gethostname(), workers=workers, now_s=began_s
         )
+        observer.billed(recorder.ledger.cost_usd())
         attempt = Attempt(number, recorder, newest)
         with _closing(attempt, account):
             stack.enter_context(_attempt_log(directory.attempt_log(number)))

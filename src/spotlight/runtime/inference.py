@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from spotlight.config.load import load_dump
 from spotlight.config.schema import RunConfig
 from spotlight.config.sections.model import ModelConfig
-from spotlight.data.datasets import files_read
+from spotlight.data.datasets import columns_of
 from spotlight.data.media_size import media_size
 from spotlight.dry_run.model_checks import require_references, require_supported
 from spotlight.models.condition import ModelInput, model_input
@@ -45,7 +45,6 @@ from spotlight_files.lora_names import Layout
 from spotlight_files.model_errors import ModelError
 from spotlight_files.update_rounding import LostUpdate
 from spotlight_rewards.base.file_errors import StoreError
-from spotlight_rewards.base.prompt_datasets import Columns
 from spotlight_rewards.base.prompts import Prompt, PromptId
 from spotlight_rewards.pool.waiting import SampleGroup
 from spotlight_rewards.results import RewardBatch, RewardFailure
@@ -189,7 +188,7 @@ class TrainedRun:
         if prompts_file is None:
             prompts: Sequence[Prompt] = build.load_held_out(config)
         else:
-            prompts = build.read_prompts("--prompts", prompts_file, columns=Columns(files=files_read(config)))
+            prompts = build.read_prompts("--prompts", prompts_file, columns=columns_of(config))
         count = images_per_prompt or config.evaluation.images_per_prompt
         rollouts = [
             self._rollout(

@@ -28,7 +28,7 @@ class Observer:
         return math.nan
 
     def billed(self, cost_usd: float) -> None:
-        """Total cost so far, on clusters whose nodes come and go."""
+        """What the run has cost: when an attempt begins, and again where nodes come and go."""
 
     def evaluated(self, iteration: int, row: Mapping[str, float]) -> None:
         """A validation was recorded; ``row`` holds scores and standard errors."""

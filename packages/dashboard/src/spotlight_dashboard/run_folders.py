@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ LOG_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.log")
 CONFIG_BYTES_MAX = 1 << 20
 READ_S = 60.0
 """All queries of a ledger for one answer."""
+_NOTHING = (FileNotFoundError, NotADirectoryError, RuntimeError)  # RuntimeError: links in a circle
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,14 +147,17 @@ def named(paths: Iterable[Path]) -> dict[str, RunFolder]:
 
 
 def folders_at(place: Path) -> list[Path]:
-    """The folders at a place that may be runs: itself, or those in it. Asks nothing of these."""
+    """The folders at a place that may be runs: itself, or those in it. Asks nothing of these.
+
+    Raises OSError if the place cannot be read now, which says nothing of what is there.
+    """
     try:
         root = place.resolve()
-        if RunPaths(root).config.is_file():
+        if _is_file(RunPaths(root).config):
             return [root]
         with os.scandir(root) as found:
             return [root / each.name for each in sorted(found, key=lambda each: each.name)]
-    except (OSError, RuntimeError):
+    except _NOTHING:
         return []
 
 
@@ -160,12 +165,21 @@ def run_at(folder: Path) -> Path | None:
     """The run directory of this path; None if there is none.
 
     A link in a folder of runs is not followed out of it: name its target instead.
+    Raises OSError if it cannot be read now.
     """
     try:
         real = folder.resolve()
-        return real if real.is_relative_to(folder.parent) and RunPaths(real).config.is_file() else None
-    except (OSError, RuntimeError):
+        return real if real.is_relative_to(folder.parent) and _is_file(RunPaths(real).config) else None
+    except _NOTHING:
         return None
+
+
+def _is_file(path: Path) -> bool:
+    """Raises OSError if that cannot be told, which Path.is_file does not in every version of Python."""
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except _NOTHING:
+        return False
 
 
 @lru_cache(maxsize=1024)

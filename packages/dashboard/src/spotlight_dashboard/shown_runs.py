@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 from spotlight_dashboard.run_folders import RunFolder, folders_at, named, run_at
-from spotlight_dashboard.run_threads import ASKED_S, RunThreads
+from spotlight_dashboard.run_threads import ASKED_S, Read, RunThreads
 
 LOOKS_EVERY_S = 1.0
+K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
 
@@ -74,21 +75,26 @@ class ShownRuns:
         raise SilentRunError(run.name)
 
     async def _look(self) -> None:
-        found = await self.threads.each("places", self.places, folders_at)
-        self._folders.update((place, each.get()) for place, each in found.items())
+        self._folders |= _told(await self.threads.each("places", self.places, folders_at))
         folders = [each for place in self.places for each in self._folders.get(place, [])]
-        looked = await self.threads.each("look", list(dict.fromkeys(folders)), _look_at)
+        answered = await self.threads.each("look", list(dict.fromkeys(folders)), _look_at)
+        looked = _told(answered)
         before, self._found = self._found, {}
         for folder in folders:
             # One that has never answered may be a run: it is shown as such.
-            unknown = before.get(folder) or (folder, "")
-            self._found[folder] = looked[folder].get() if folder in looked else unknown
+            unknown = before.get(folder) or (None if folder in answered else (folder, ""))
+            self._found[folder] = looked.get(folder, unknown)
         self._runs = named(each[0] for each in self._found.values() if each is not None)
         by_path = {each[0]: each[1] for each in self._found.values() if each is not None}
         silent = {folder for folder in folders if folder not in looked}
         silent_paths = {each[0] for folder in silent if (each := self._found[folder]) is not None}
         self._signatures = {name: by_path[run.path] for name, run in self._runs.items()}
         self._silent = frozenset(name for name, run in self._runs.items() if run.path in silent_paths)
+
+
+def _told(read: Mapping[K, Read[T]]) -> dict[K, T]:
+    """What was found; an error of the disk says nothing of what is there. Raises all other errors."""
+    return {item: each.get() for item, each in read.items() if not isinstance(each.error, OSError)}
 
 
 def _look_at(folder: Path) -> tuple[Path, str] | None:

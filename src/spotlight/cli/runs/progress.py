@@ -50,6 +50,8 @@ class Facts:
         work: (phase, units done, total units).
         work_since, work_from: time and units of the phase's first report; ``work_at``: time of the latest.
         first, last: this attempt's validations.
+        price_usd_h: of what is billed by this attempt's time; 0 where :meth:`RunProgress.billed` says it all.
+        billed_usd: of earlier attempts, or of the run so far.
         clip_range: of ratios that rounding reaches; None without any.
         was_silent: in some iteration all rewards of each group were equal.
     """
@@ -68,7 +70,7 @@ class Facts:
     first: Mapping[str, float] = field(default_factory=dict)
     last: Mapping[str, float] = field(default_factory=dict)
     row: Mapping[str, float] = field(default_factory=dict)
-    billed_usd: float | None = None
+    billed_usd: float = 0.0
     was_silent: bool = False
 
     @property
@@ -90,8 +92,8 @@ class Facts:
 
     @property
     def cost_usd(self) -> float:
-        """Latest reported cost of the run, else this attempt's."""
-        return self.elapsed_s * self.price_usd_h / 3600 if self.billed_usd is None else self.billed_usd
+        """Of the run so far, all attempts together."""
+        return self.billed_usd + self.elapsed_s * self.price_usd_h / 3600
 
     @property
     def rate(self) -> float:
@@ -280,7 +282,8 @@ def drawn(facts: Facts) -> RenderableType:
 def make_progress(config: RunConfig, plain: bool) -> RunProgress:
     """The display suited to the output; silent on ranks other than the first."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    facts = Facts(config.iterations, config.fleet.price_usd_h * world, noisy_clip_range(config))
+    price_usd_h = 0.0 if config.fleet.driver == "ray" else config.fleet.price_usd_h * world
+    facts = Facts(config.iterations, price_usd_h, noisy_clip_range(config))
     if int(os.environ.get("RANK", "0")) > 0:
         return RunProgress(facts)
     console = RunConsole()
