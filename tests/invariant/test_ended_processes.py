@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from spotlight_rewards.base import lost_device
-from spotlight_rewards.base.lost_device import EXIT_STATUS, end_if_lost
+from spotlight_rewards.base import device_errors
+from spotlight_rewards.base.device_errors import EXIT_STATUS, end_if_lost
 
 ABORT = "c._abort_process_group = hang; "
 ILLEGAL = "CUDA error: an illegal memory access was encountered\\nCUDA kernel errors might be"
@@ -67,5 +67,5 @@ def test_it_ends_with_a_line_that_says_why() -> None:
     ],
 )
 def test_what_passes_ends_no_process(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lost_device, "end_process", pytest.fail)
+    monkeypatch.setattr(device_errors, "end_process", pytest.fail)
     end_if_lost(error)

@@ -24,10 +24,12 @@ from spotlight.config.sections.learner_section import LearnerConfig
 from spotlight.diffusion.samplers import CPS, ODE, FlowSDE
 from spotlight.registry import ALGORITHMS
 from spotlight.scheduler.types import Phase
-from spotlight.training.device_memory import free_bytes, is_out_of_memory, measure_peak
+from spotlight.training.device_memory import free_bytes, measure_peak
 from spotlight.training.learner import Learner, TrainingSample
 from spotlight.training.settings import TrainingError, traced_phases
 from spotlight.training.timesteps import cut_timesteps
+from spotlight_files.model_errors import ModelError
+from spotlight_rewards.base.device_errors import is_out_of_memory
 
 NAMES = ("flow-grpo", "flow-grpo-fast", "grpo-guard", "diffusion-nft", "awm")
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
@@ -282,7 +284,7 @@ def runs_out(learner: Learner, rows_max: int, *, when: str) -> Iterator[list[int
 
     def fail(rows: int) -> None:
         failed.append(rows)
-        raise torch.OutOfMemoryError("CUDA out of memory (made up)")
+        raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
 
     def check(_module: object, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         rows = kwargs["hidden_states"].shape[0] if "hidden_states" in kwargs else args[0].shape[0]
@@ -329,7 +331,7 @@ def test_where_not_even_one_timestep_fits_the_error_is_the_devices(world: World)
     learner = make_learner(world, algorithm("awm"), timesteps_per_pass="auto", pass_memory_bytes=2**40)
     samples = roll_out(world, learner)
     learner.prepare(samples, [])
-    with runs_out(learner, 0, when="forward"), pytest.raises(torch.OutOfMemoryError):
+    with runs_out(learner, 0, when="forward"), pytest.raises(RuntimeError, match="ALLOC_FAILED"):
         learner.accumulate(cut(samples, 3)[0], 6)
 
 
@@ -387,7 +389,7 @@ def test_a_fixed_number_of_timesteps_that_does_not_fit_is_an_error(world: World)
     learner = make_learner(world, algorithm("diffusion-nft"), timesteps_per_pass=2)
     samples = roll_out(world, learner)
     learner.prepare(samples, [])
-    with runs_out(learner, 5, when="forward"), pytest.raises(torch.OutOfMemoryError):
+    with runs_out(learner, 5, when="forward"), pytest.raises(RuntimeError, match="ALLOC_FAILED"):
         learner.accumulate(cut(samples, 3)[0], 6)
 
 
@@ -395,8 +397,20 @@ def test_a_failed_allocation_is_told_from_other_errors() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60)
     assert is_out_of_memory(caught.value)
-    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
-    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    for no_memory in (
+        torch.OutOfMemoryError("CUDA out of memory"),
+        torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be reported later"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+    ):
+        assert is_out_of_memory(no_memory)
+    for other in (
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+        torch.AcceleratorError("CUDA error: invalid configuration argument"),
+        ModelError("the key cannot be true: CUDA error: out of memory"),  # has its own remedy
+    ):
+        assert not is_out_of_memory(other)
 
 
 def test_the_peak_is_measured_to_the_byte_and_proportional_to_rows() -> None:

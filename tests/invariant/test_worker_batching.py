@@ -339,7 +339,7 @@ def test_a_device_that_holds_fewer_takes_fewer_and_makes_the_same(
     def with_little_memory(model: object, latents: Tensor, *args: object, **kwargs: object) -> Tensor:
         tried.append(len(latents))
         if len(latents) > room:
-            raise torch.OutOfMemoryError("so much is not here")
+            raise torch.AcceleratorError("CUDA error: out of memory")
         return forward(model, latents, *args, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr(body.family, "velocity", with_little_memory)

@@ -49,7 +49,7 @@ from spotlight.scheduler.types import LeaseId, PolicyVersion, Purpose, WorkerId
 from spotlight.worker import stored_rollouts
 from spotlight.worker.interfaces import HeadLostError, Leave, LoadError, Patience
 from spotlight.worker.leases import GroupRole
-from spotlight_rewards.base import lost_device
+from spotlight_rewards.base import device_errors
 
 STEPS = 4
 W0 = WorkerId("w0")
@@ -466,7 +466,7 @@ def test_a_decoder_on_a_lost_gpu_fails_no_rollout(
         raise SystemExit(why)
 
     monkeypatch.setattr(body.family, "decode", lost)
-    monkeypatch.setattr(lost_device, "end_process", ended)
+    monkeypatch.setattr(device_errors, "end_process", ended)
     worker, _ = loop(body, home)
     ready(worker, home)
     worker.commands.put(grant(1, PAIR))

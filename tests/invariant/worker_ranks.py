@@ -113,7 +113,7 @@ def limit_memory(body: Body, room: Room) -> None:
 
     def velocity(model: nn.Module, latents: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         if len(latents) > room.rollouts:
-            raise torch.OutOfMemoryError("CUDA out of memory (made up)")
+            raise torch.AcceleratorError("CUDA error: out of memory")
         return forward(body.family, model, latents, *args, **kwargs)  # type: ignore[arg-type]
 
     body.family.velocity = velocity  # type: ignore[method-assign,assignment]
@@ -125,7 +125,7 @@ def refuse_slot(body: Body, short: NoRoom) -> None:
 
     def used(slot: Slot, *, merged: bool = False) -> AbstractContextManager[nn.Module]:
         if slot == short.slot:
-            raise torch.OutOfMemoryError("CUDA out of memory (made up)")
+            raise RuntimeError("Triton Error [CUDA]: out of memory")
         return use(slot, merged=merged)
 
     body.slots.use = used  # type: ignore[method-assign]

@@ -262,21 +262,21 @@ def activate(layers: Mapping[str, LoraLayer], adapter: str | None) -> None:
 
 @contextmanager
 def merged(layers: Mapping[str, LoraLayer], adapter: str) -> Iterator[None]:
-    """Run without gradient on base weights with ``adapter`` added; afterwards no adapter is active.
+    """Run on base weights with ``adapter`` added, frozen as these are; afterwards no adapter is active.
 
     The base is restored bitwise: layers hold new tensors in the meantime, so nothing is subtracted.
     """
     weights = base_weights(layers)
     own = {name: weight.data for name, weight in weights.items()}
-    with torch.no_grad():
-        try:
+    try:
+        with torch.no_grad():  # not around the block, which whoever holds it open leaves to do other things
             for name, layer in layers.items():
                 weights[name].data = own[name] + layer.get_delta_weight(adapter)
-            activate(layers, None)
-            yield
-        finally:
-            for name, weight in weights.items():
-                weight.data = own[name]
+        activate(layers, None)
+        yield
+    finally:
+        for name, weight in weights.items():
+            weight.data = own[name]
 
 
 class _CopiedLinear(nn.Linear):

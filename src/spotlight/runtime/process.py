@@ -12,6 +12,7 @@ import torch
 
 from spotlight.runtime.clock import PhaseClock
 from spotlight.scheduler.types import Phase
+from spotlight_rewards.base.device_errors import is_out_of_memory
 from spotlight_rewards.base.errors import UserError
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
@@ -76,9 +77,11 @@ def explain_out_of_memory(clock: PhaseClock) -> Iterator[None]:
     """Raise the device's error as :class:`DeviceMemoryError`, with its phase."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         phase = clock.failed_in
-        what = str(error).partition(" GPU ")[0].strip()
+        what = str(error).partition("\n")[0].partition(" GPU ")[0].strip()
         helps = _HELPS.get(phase)
         remedy = f"{helps}: then the same command goes on. Or start another run with" if helps else "Use"
         raise DeviceMemoryError(

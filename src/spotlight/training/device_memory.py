@@ -86,11 +86,6 @@ def _recorded(profiler: profile) -> Any:
     return profiler.kineto_results.events()  # type: ignore[union-attr]
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether an allocation failed, on any device."""
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: " in str(error)
-
-
 def release(device: torch.device) -> None:
     """Release cached blocks, so that an allocation of another size may succeed."""
     if device.type == "cuda":

@@ -29,13 +29,14 @@ from spotlight.models.family import ModelFamily
 from spotlight.models.media import MediaSize
 from spotlight.models.shared.flop_count import ForwardLog
 from spotlight.models.slots import WeightSlots
-from spotlight.training.device_memory import free_bytes, is_out_of_memory, measure_peak, release
+from spotlight.training.device_memory import free_bytes, measure_peak, release
 from spotlight.training.optimizer import bytes_to_come, trained
 from spotlight.training.recompute import Climb, Recomputation, modes_at
 from spotlight.training.settings import TrainingError, TrainingGuidance
 from spotlight.training.sharding import Ranks
 from spotlight.training.step_metrics import UpdateMeter
 from spotlight.training.timesteps import MARGIN, PassMemory, Shape, Trial, cut_timesteps, largest_pass
+from spotlight_rewards.base.device_errors import is_out_of_memory
 
 _log = logging.getLogger(__name__)
 

@@ -31,7 +31,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import assert_never
 
-import torch
 from torch import nn
 
 from spotlight.rollout.sequence_parallel.lockstep import Follower, Lead
@@ -66,7 +65,7 @@ from spotlight.worker.interfaces import (
 from spotlight.worker.leases import GroupRole, safe_steps
 from spotlight.worker.steps import OpenModel, SpeedMeter, all_finite, by_slot, kind_of
 from spotlight.worker.stored_rollouts import ReportOutbox, RolloutStarter
-from spotlight_rewards.base.lost_device import end_if_lost
+from spotlight_rewards.base.device_errors import end_if_lost, is_out_of_memory
 
 log = logging.getLogger("spotlight.rollout")
 
@@ -366,7 +365,9 @@ class WorkerLoop:
                     self._advance(role, running)
             except GroupLostError:
                 role.lose()
-            except torch.OutOfMemoryError as error:
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
                 self._leave_room(role, len(running), error)
             if role.lost:
                 return
@@ -374,11 +375,12 @@ class WorkerLoop:
         self._finish(role)
         self._commit(role, due)
 
-    def _leave_room(self, role: GroupRole, rollouts: int, error: torch.OutOfMemoryError) -> None:
+    def _leave_room(self, role: GroupRole, rollouts: int, error: RuntimeError) -> None:
         """Lose the group for lack of memory: the next one takes half as many rollouts at once.
 
         Raises:
-            OutOfMemoryError: there is no half; it was not in a step that all take; or this worker is alone.
+            RuntimeError: ``error``: there is no half, it was not in a step that all take, or this worker is
+                alone.
         """
         if role.degree == 1:
             raise error
@@ -412,8 +414,8 @@ class WorkerLoop:
         while True:  # a device with less memory than others finds its batch size here
             try:
                 return engine.step(model, states)
-            except torch.OutOfMemoryError as error:
-                if engine.max_batch == 1:
+            except RuntimeError as error:
+                if engine.max_batch == 1 or not is_out_of_memory(error):
                     raise
                 log.warning("%d rollouts at once are too many here: %s", engine.max_batch, error)
             engine.take_fewer()
@@ -472,7 +474,9 @@ class WorkerLoop:
         except GroupLostError:
             role.inherit(follower)
             role.lose()
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             role.inherit(follower)
             self._leave_room(role, follower.running, error)
 

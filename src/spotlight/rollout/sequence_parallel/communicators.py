@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store, _abort_process_group, _set_pg_timeout, _world
 
 from spotlight.rollout.sequence_parallel.rendezvous import listening_only_on
-from spotlight_rewards.base.lost_device import end_if_lost, end_process
+from spotlight_rewards.base.device_errors import end_if_lost, end_process
 
 _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _GLOO = re.compile(r"gloo|Connection closed by peer|Connection reset by peer|Timed out waiting \d+ms")

@@ -23,7 +23,7 @@ from functools import partial
 import numpy as np
 
 from spotlight_rewards import reward_registry as registry
-from spotlight_rewards.base.lost_device import end_if_lost
+from spotlight_rewards.base.device_errors import end_if_lost
 from spotlight_rewards.pool import channel
 from spotlight_rewards.pool.channel import (
     Blame,

@@ -26,6 +26,7 @@ from spotlight_files.pipeline_files import PipelineFiles
 from spotlight_kernels.measure.device_rates import timed_s
 from spotlight_plan.commands.gpu.gpu_report import DENOISING, UPDATE, FewBlocks, PassTime
 from spotlight_plan.commands.gpu.random_blocks import random_adapters, random_blocks
+from spotlight_rewards.base.device_errors import is_out_of_memory
 
 _ROUNDS = 3, 15
 
@@ -63,7 +64,7 @@ def time_blocks(
     """Times and operations of a bfloat16 model with adapters and ``depth`` blocks of each kind.
 
     Raises:
-        torch.OutOfMemoryError: not even the denoising forward fits.
+        RuntimeError: of the device: not even the denoising forward fits.
     """
     family = random_blocks(
         kind,
@@ -129,7 +130,9 @@ def _update(family: ModelFamily, slots: LoraSlots, work: TimedWork, mode: Mode) 
     try:
         run(noted)
         seconds = _median_s(family.device, run, work.pass_s)
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         for parameter in parameters:
             parameter.grad = None
         release(family.device)

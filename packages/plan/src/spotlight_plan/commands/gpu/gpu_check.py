@@ -39,6 +39,7 @@ from spotlight_plan.commands.gpu.gpu_report import (
 )
 from spotlight_plan.commands.gpu.gpu_tables import print_report
 from spotlight_plan.commands.gpu.random_blocks import depth_of
+from spotlight_rewards.base.device_errors import is_out_of_memory
 from spotlight_rewards.base.file_errors import storage_errors
 
 
@@ -85,7 +86,9 @@ def check_gpus(
         torch.cuda.set_device(devices[0])
     try:
         report = _measured(asked, devices, effort, console)
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         raise ModelError(
             f"rollout.batch_size is {asked.config.rollout.batch_size}; with few blocks such a forward takes "
             f"more than is free of {devices[0]} ({error}): name a smaller --side, or end other processes"

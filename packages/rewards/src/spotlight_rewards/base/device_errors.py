@@ -1,10 +1,13 @@
-"""Failures that a process does not survive: it ends at once, and is replaced."""
+"""What a device's error means: memory that would do in smaller pieces, or the end of the process."""
 
 from __future__ import annotations
 
 import os
 import re
+import sys
 from typing import NoReturn
+
+from spotlight_rewards.base.errors import UserError
 
 EXIT_STATUS = 70
 """Of a process that ended itself (EX_SOFTWARE of sysexits.h)."""
@@ -18,6 +21,20 @@ _LOST = re.compile(
     r"access of peer gpu memory)",
     re.IGNORECASE,
 )
+# Not all memory is from torch's allocator: libraries, kernels as they are loaded, and the CPU have their own.
+_NO_MEMORY = re.compile(
+    r"DefaultCPUAllocator: |CUDA error: out of memory|Triton Error \[CUDA\]: out of memory|"
+    r"CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_(?:ALLOC_FAILED|INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED)"
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on any device: smaller pieces may do. A UserError may quote one."""
+    torch = sys.modules.get("torch")  # not imported here: none of its errors without it
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
+        return True
+    told = isinstance(error, RuntimeError) and not isinstance(error, UserError)
+    return told and _NO_MEMORY.search(str(error)) is not None
 
 
 def end_if_lost(error: BaseException) -> None:
