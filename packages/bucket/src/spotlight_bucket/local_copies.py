@@ -14,7 +14,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -136,7 +136,7 @@ class ReadCopy:
     def renew(self, wanted: Callable[[str], bool]) -> bool:
         """Bring the newest state of the files that are wanted, and drop what the run has dropped.
 
-        Returns False if the bucket holds no such run.
+        Returns False if the bucket holds no such run (any more): then nothing is here, either.
 
         Raises StoreError, of the bucket or the disk.
         """
@@ -160,6 +160,8 @@ class ReadCopy:
         for look in range(_LOOKS_MAX):
             snapshot = newest_snapshot(self._objects)
             if snapshot is None or "config.yaml" not in snapshot.files:
+                self._index.unlink(missing_ok=True)
+                shutil.rmtree(self.run, ignore_errors=True)
                 return False
             known = self._known()
             chosen = {path: file for path, file in snapshot.files.items() if wanted(path)}
@@ -196,6 +198,8 @@ class ReadCopy:
     def _drop(self, paths: set[str]) -> None:
         for path in paths:
             (self.run / path).unlink(missing_ok=True)
+            with suppress(OSError):  # a folder is left only where something is in it
+                os.removedirs((self.run / path).parent)
 
 
 def is_light(path: str) -> bool:
