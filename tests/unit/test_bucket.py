@@ -42,6 +42,7 @@ from spotlight_bucket.snapshots import (
     render,
     take_over,
 )
+from spotlight_rewards.ballots import Ballot, BallotBox
 from spotlight_rewards.base.file_errors import StoreError
 
 ONE, OTHER = "1" * 32, "2" * 32
@@ -101,6 +102,10 @@ def test_what_a_head_sent_is_brought_back_to_the_bit(
     (head.run / "images").mkdir()
     (head.run / "images" / "empty.png").touch()
     (head.run / "lock").write_text("process 1")
+    box = BallotBox(head.run / "votes")
+    asked = Ballot("a cat", pictures=("1" * 32, "2" * 32))
+    box.open(asked, dict.fromkeys(asked.pictures, b"png"), within_s=60)
+    box.vote(asked.id, asked.pictures)
     (head.run / "elsewhere").symlink_to("/etc/hostname")
     head.checkpoint(1, size_bytes=(1 << 20) + 1)  # two chunks
     head.checkpoint(2)
@@ -118,6 +123,9 @@ def test_what_a_head_sent_is_brought_back_to_the_bit(
         assert base is not None
         bring_to_work(copy, base, objects, quiet)
         (head.run / "elsewhere").unlink()
+        assert BallotBox(copy.run / "votes").vote_on(asked.id)
+        assert not (copy.run / "votes" / "open").exists()  # whoever voted there would vote in vain
+        box.close(asked.id)
         assert content_of(copy.run) == content_of(head.run)
         assert not (copy.run / "lock").exists()
         with closing(SqliteLedger(RunPaths(copy.run).ledger)) as ledger:
@@ -494,10 +502,19 @@ def test_a_reader_brings_what_it_needs_and_follows_the_run(
     assert copy.renew(lambda path: True)
     assert hashlib.sha256((checkpoint / "weights").read_bytes()).digest()
     (head.run / "summary.json").unlink()
+    head.checkpoint(2)
     head.replicator.sync()
     copy.renew(is_light)
     assert not (copy.run / "summary.json").exists()
     assert (checkpoint / "weights").exists()
+    head.checkpoint(3)  # two are kept
+    head.replicator.sync()
+    copy.renew(is_light)
+    assert CheckpointStore(copy.run / "checkpoints", keep=2).iterations == [2, 3]
+    assert not checkpoint.exists(), "a reader takes an empty folder for a damaged checkpoint"
+    objects.delete(list(objects.names("")))
+    assert not copy.renew(is_light)
+    assert not copy.run.exists(), "a run that the bucket does not hold any more is still shown"
 
 
 @pytest.mark.parametrize(

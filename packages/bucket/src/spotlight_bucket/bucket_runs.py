@@ -86,7 +86,7 @@ class BucketRuns:
         yield (
             "  its requests",
             f"${dollars:.4f}",
-            f"{pieces} pieces of 16 MiB and some {small} small objects, at ${PUT_USD * 1000:g} per 1,000",
+            f"up to {pieces} x 16 MiB and some {small} small objects, at ${PUT_USD * 1000:g} per 1,000",
         )
         yield (
             "the head is lost",

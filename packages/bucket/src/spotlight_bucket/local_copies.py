@@ -136,7 +136,7 @@ class ReadCopy:
     def renew(self, wanted: Callable[[str], bool]) -> bool:
         """Bring the newest state of the files that are wanted, and drop what the run has dropped.
 
-        Returns False if the bucket holds no such run.
+        Returns False if the bucket holds no such run (any more): then nothing is here, either.
 
         Raises StoreError, of the bucket or the disk.
         """
@@ -162,6 +162,8 @@ class ReadCopy:
     def _renew(self, wanted: Callable[[str], bool]) -> bool:
         snapshot = newest_snapshot(self._objects)
         if snapshot is None or "config.yaml" not in snapshot.files:
+            self._index.unlink(missing_ok=True)
+            shutil.rmtree(self.run, ignore_errors=True)
             return False
         known = self._known()
         chosen = {path: file for path, file in snapshot.files.items() if wanted(path)}
@@ -169,6 +171,8 @@ class ReadCopy:
         receive(self._objects, changed, self.run)
         for path in known.keys() - snapshot.files.keys():
             (self.run / path).unlink(missing_ok=True)
+            with suppress(OSError):  # a folder is left only where something is in it
+                os.removedirs((self.run / path).parent)
         kept = {path: chunks for path, chunks in known.items() if path in snapshot.files}
         kept |= {path: file.chunks for path, file in chosen.items()}
         with storage_errors("cannot write", self._index):

@@ -20,6 +20,7 @@ from typing import BinaryIO
 from spotlight.store.checkpoints import LATEST
 from spotlight.store.run_directory import RunPaths
 from spotlight_bucket.snapshots import is_plain
+from spotlight_rewards.ballots import OPEN_FOLDER, VOTES_FOLDER
 from spotlight_rewards.base.file_errors import StoreError
 from spotlight_rewards.base.files import TEMPORARY_PREFIX, open_regular
 
@@ -27,6 +28,7 @@ _LOOKS_MAX = 20
 _CHECKPOINT = re.compile(r"(\d{6,})-iteration-\d+")
 _LEFT_OUT = {"lock", "in-flight", "storage-token", "wandb"}
 """At the top: of this machine and process, or a tracker's own copy of what it has sent."""
+_OPEN_BALLOTS = (VOTES_FOLDER, OPEN_FOLDER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +153,8 @@ def _others(run: Path) -> Iterator[Path]:
     for top in sorted(run.iterdir()):
         if top.name in _LEFT_OUT or top.name == "checkpoints" or top.name.startswith(ledger):
             continue
-        yield from sorted(_regular(top))
+        # A vote is awaited where the run works: on a copy of the question it would be lost.
+        yield from sorted(path for path in _regular(top) if path.parts[len(run.parts) :][:2] != _OPEN_BALLOTS)
 
 
 def _regular(path: Path) -> Iterator[Path]:
