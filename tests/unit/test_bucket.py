@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 from obstore.store import MemoryStore
@@ -24,12 +25,12 @@ from spotlight.store.ledger.sqlite_ledger import SqliteLedger
 from spotlight.store.manifest import CheckpointHeader
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.store_errors import RunInUseError
-from spotlight_bucket import bucket_runs, replicator, snapshots
+from spotlight_bucket import bucket_runs, replicator, run_files, snapshots
 from spotlight_bucket.bucket_objects import BucketError, Objects, Version
 from spotlight_bucket.bucket_runs import BUCKET_RUNS
 from spotlight_bucket.lease import HEAD, claim, holder_of
-from spotlight_bucket.local_copies import ReadCopy, bring_to_work, is_light, working_copy
-from spotlight_bucket.replicator import Place, Replicator
+from spotlight_bucket.local_copies import ReadCopy, WorkingCopy, bring_to_work, is_light, working_copy
+from spotlight_bucket.replicator import Replicator
 from spotlight_bucket.run_files import consistent_files
 from spotlight_bucket.snapshots import (
     CHUNKS,
@@ -60,12 +61,13 @@ class Head:
     """A head on a machine of its own, without its threads."""
 
     def __init__(self, machine: Path, objects: Objects, copy: str) -> None:
-        self.run = machine / "demo"
+        place = WorkingCopy(machine, "demo", copy)
+        self.run = place.run
         self.run.mkdir(parents=True)
         self.ledger = self.run / "ledger.sqlite"
         epoch = claim(objects, copy, quiet, lease_s=0).holder.epoch
         self.base = take_over(objects, epoch, copy)
-        self.replicator = Replicator(Place(self.run, machine / "backup", copy, objects), self.base, quiet)
+        self.replicator = Replicator(place, objects, self.base, quiet)
 
     def begin(self) -> None:
         (self.run / "config.yaml").write_text("name: demo\n")
@@ -344,6 +346,46 @@ def test_a_head_that_renews_its_lease_is_alive_and_one_that_does_not_is_waited_f
     assert claim(objects, ONE, notes.append).holder.epoch == 3
     assert claim(objects, ONE, notes.append).holder.epoch == 4  # its own: the process before is gone
     assert not notes
+
+
+def test_a_run_that_is_let_go_while_it_is_waited_for_is_taken(objects: Objects) -> None:
+    first = claim(objects, ONE, quiet)
+    assert claim(objects, OTHER, quiet, sleep=lambda s: first.release()).holder.epoch == 2
+
+
+def test_a_file_that_cannot_be_read_is_not_taken_for_one_that_is_gone(
+    head: Head, objects: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head.begin()
+    (head.run / "metrics.jsonl").write_text("a row")
+    open_regular = run_files.open_regular
+
+    def failing(path: Path) -> BinaryIO:
+        if path.name == "metrics.jsonl":
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return open_regular(path)
+
+    with head.replicator.sender:
+        head.replicator.sync()
+        monkeypatch.setattr(run_files, "open_regular", failing)
+        (head.run / "summary.json").write_text("{}")
+        with pytest.raises(StoreError, match=r"Input/output error.*metrics.jsonl.*Check the disk"):
+            head.replicator.finish(0)
+    there = newest_snapshot(objects)
+    assert there is not None
+    assert "metrics.jsonl" in there.files
+
+
+def test_a_ledger_that_is_left_of_another_run_is_not_sent(head: Head, objects: Objects) -> None:
+    head.begin()
+    with head.replicator.sender:
+        head.replicator.sync()
+        head.ledger.unlink()
+        (head.run / "metrics.jsonl").write_text("a row")
+        head.replicator.sync()
+    there = newest_snapshot(objects)
+    assert there is not None
+    assert set(there.files) == {"config.yaml", "metrics.jsonl"}
 
 
 def test_a_disk_that_fails_for_a_moment_does_not_end_the_sending(

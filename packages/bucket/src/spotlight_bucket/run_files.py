@@ -60,25 +60,27 @@ def consistent_files(run: Path, backup: Path) -> Iterator[Iterator[OpenFile]]:
     Raises:
         StoreError: the disk, or checkpoints that are replaced faster than they can be opened.
     """
-    with ExitStack() as stack:
-        checkpoints = _opened_checkpoints(run, stack)
-        ledger = RunPaths(run).ledger
-        if ledger.is_file():
-            copy_ledger(ledger, backup)
+    ledger = RunPaths(run).ledger
 
-        def every() -> Iterator[OpenFile]:
-            yield from checkpoints
-            if backup.is_file():
-                with open_regular(backup) as file:
-                    yield _described(ledger.name, file)
-            for path in _others(run):
-                try:
-                    with open_regular(path) as file:
-                        yield _described(path.relative_to(run).as_posix(), file)
-                except OSError:
-                    continue  # replaced or removed by the run
+    def every() -> Iterator[OpenFile]:
+        yield from checkpoints
+        if has_ledger:
+            with open_regular(backup) as file:
+                yield _described(ledger.name, file)
+        for path in _others(run):
+            with suppress(FileNotFoundError, NotADirectoryError), open_regular(path) as file:
+                yield _described(path.relative_to(run).as_posix(), file)
 
-        yield every()
+    try:
+        with ExitStack() as stack:
+            checkpoints = _opened_checkpoints(run, stack)
+            if has_ledger := ledger.is_file():  # or else a copy may be of another run of this name
+                copy_ledger(ledger, backup)
+            yield every()
+    except OSError as error:
+        raise StoreError(
+            f"{run}: cannot be read for the bucket: {error}. Check the disk, then run the same command again."
+        ) from error
 
 
 def run_bytes(run: Path) -> int:
