@@ -42,7 +42,7 @@ class RunFolder:
     path: Path
 
     @classmethod
-    def at(cls, directory: Path) -> RunFolder:
+    def of(cls, directory: Path) -> RunFolder:
         """A run that is named as its directory is."""
         path = directory.resolve()
         return cls(path.name, path)

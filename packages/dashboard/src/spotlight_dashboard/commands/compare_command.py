@@ -115,7 +115,7 @@ def _columns(directory: Path) -> CurveColumns:
     from spotlight_dashboard.run_folders import RunFolder
     from spotlight_dashboard.views.curves import CurveReader
 
-    with CurveReader(RunFolder.at(directory)).columns() as columns:
+    with CurveReader(RunFolder.of(directory)).columns() as columns:
         return columns
 
 
@@ -125,7 +125,7 @@ def _read(directory: Path, name: str, by: Axis) -> RunCurve:
     from spotlight_dashboard.views.curves import ALL_POINTS, curve, read_booked
     from spotlight_dashboard.views.means import run_curve
 
-    folder = RunFolder.at(directory)
+    folder = RunFolder.of(directory)
     changed = changed_keys(load_dump(folder.paths.config, installed=False))
     settings = {key: value for key, (value, _) in changed.items()}
     with folder.values():
