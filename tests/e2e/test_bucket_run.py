@@ -238,6 +238,14 @@ def test_python_reads_goes_on_with_and_forks_a_run_in_a_bucket(
     with pytest.raises(StoreError, match="no run 'other' is in"):
         spotlight.open(f"{ADDRESS}/other")
 
+    for name in server.names():
+        if name.startswith("runs/demo/"):
+            server.client.delete_object(Bucket=BUCKET, Key=name)
+    listed = json.loads(CliRunner().invoke(app, ["runs", ADDRESS, "--json"]).stdout)
+    assert [each["name"] for each in listed] == ["slower"]
+    with pytest.raises(StoreError, match="no run 'demo' is in"):
+        spotlight.open(f"{ADDRESS}/demo")
+
 
 def release(server: BucketServer) -> None:
     """What a minute without a renewal does."""

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 from obstore.store import MemoryStore
@@ -24,12 +25,12 @@ from spotlight.store.ledger.sqlite_ledger import SqliteLedger
 from spotlight.store.manifest import CheckpointHeader
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.store_errors import RunInUseError
-from spotlight_bucket import bucket_runs, replicator, snapshots
+from spotlight_bucket import bucket_runs, replicator, run_files, snapshots
 from spotlight_bucket.bucket_objects import BucketError, Objects, Version
 from spotlight_bucket.bucket_runs import BUCKET_RUNS
 from spotlight_bucket.lease import HEAD, claim, holder_of
-from spotlight_bucket.local_copies import ReadCopy, bring_to_work, is_light, working_copy
-from spotlight_bucket.replicator import Place, Replicator
+from spotlight_bucket.local_copies import ReadCopy, WorkingCopy, bring_to_work, is_light, working_copy
+from spotlight_bucket.replicator import Replicator
 from spotlight_bucket.run_files import consistent_files
 from spotlight_bucket.snapshots import (
     CHUNKS,
@@ -41,6 +42,7 @@ from spotlight_bucket.snapshots import (
     render,
     take_over,
 )
+from spotlight_rewards.ballots import Ballot, BallotBox
 from spotlight_rewards.base.file_errors import StoreError
 
 ONE, OTHER = "1" * 32, "2" * 32
@@ -59,12 +61,13 @@ class Head:
     """A head on a machine of its own, without its threads."""
 
     def __init__(self, machine: Path, objects: Objects, copy: str) -> None:
-        self.run = machine / "demo"
+        place = WorkingCopy(machine, "demo", copy)
+        self.run = place.run
         self.run.mkdir(parents=True)
         self.ledger = self.run / "ledger.sqlite"
         epoch = claim(objects, copy, quiet, lease_s=0).holder.epoch
         self.base = take_over(objects, epoch, copy)
-        self.replicator = Replicator(Place(self.run, machine / "backup", copy, objects), self.base, quiet)
+        self.replicator = Replicator(place, objects, self.base, quiet)
 
     def begin(self) -> None:
         (self.run / "config.yaml").write_text("name: demo\n")
@@ -99,6 +102,10 @@ def test_what_a_head_sent_is_brought_back_to_the_bit(
     (head.run / "images").mkdir()
     (head.run / "images" / "empty.png").touch()
     (head.run / "lock").write_text("process 1")
+    box = BallotBox(head.run / "votes")
+    asked = Ballot("a cat", pictures=("1" * 32, "2" * 32))
+    box.open(asked, dict.fromkeys(asked.pictures, b"png"), within_s=60)
+    box.vote(asked.id, asked.pictures)
     (head.run / "elsewhere").symlink_to("/etc/hostname")
     head.checkpoint(1, size_bytes=(1 << 20) + 1)  # two chunks
     head.checkpoint(2)
@@ -116,6 +123,9 @@ def test_what_a_head_sent_is_brought_back_to_the_bit(
         assert base is not None
         bring_to_work(copy, base, objects, quiet)
         (head.run / "elsewhere").unlink()
+        assert BallotBox(copy.run / "votes").vote_on(asked.id)
+        assert not (copy.run / "votes" / "open").exists()  # whoever voted there would vote in vain
+        box.close(asked.id)
         assert content_of(copy.run) == content_of(head.run)
         assert not (copy.run / "lock").exists()
         with closing(SqliteLedger(RunPaths(copy.run).ledger)) as ledger:
@@ -338,6 +348,46 @@ def test_a_head_that_renews_its_lease_is_alive_and_one_that_does_not_is_waited_f
     assert not notes
 
 
+def test_a_run_that_is_let_go_while_it_is_waited_for_is_taken(objects: Objects) -> None:
+    first = claim(objects, ONE, quiet)
+    assert claim(objects, OTHER, quiet, sleep=lambda s: first.release()).holder.epoch == 2
+
+
+def test_a_file_that_cannot_be_read_is_not_taken_for_one_that_is_gone(
+    head: Head, objects: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head.begin()
+    (head.run / "metrics.jsonl").write_text("a row")
+    open_regular = run_files.open_regular
+
+    def failing(path: Path) -> BinaryIO:
+        if path.name == "metrics.jsonl":
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return open_regular(path)
+
+    with head.replicator.sender:
+        head.replicator.sync()
+        monkeypatch.setattr(run_files, "open_regular", failing)
+        (head.run / "summary.json").write_text("{}")
+        with pytest.raises(StoreError, match=r"Input/output error.*metrics.jsonl.*Check the disk"):
+            head.replicator.finish(0)
+    there = newest_snapshot(objects)
+    assert there is not None
+    assert "metrics.jsonl" in there.files
+
+
+def test_a_ledger_that_is_left_of_another_run_is_not_sent(head: Head, objects: Objects) -> None:
+    head.begin()
+    with head.replicator.sender:
+        head.replicator.sync()
+        head.ledger.unlink()
+        (head.run / "metrics.jsonl").write_text("a row")
+        head.replicator.sync()
+    there = newest_snapshot(objects)
+    assert there is not None
+    assert set(there.files) == {"config.yaml", "metrics.jsonl"}
+
+
 def test_a_disk_that_fails_for_a_moment_does_not_end_the_sending(
     head: Head, objects: Objects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -452,10 +502,19 @@ def test_a_reader_brings_what_it_needs_and_follows_the_run(
     assert copy.renew(lambda path: True)
     assert hashlib.sha256((checkpoint / "weights").read_bytes()).digest()
     (head.run / "summary.json").unlink()
+    head.checkpoint(2)
     head.replicator.sync()
     copy.renew(is_light)
     assert not (copy.run / "summary.json").exists()
     assert (checkpoint / "weights").exists()
+    head.checkpoint(3)  # two are kept
+    head.replicator.sync()
+    copy.renew(is_light)
+    assert CheckpointStore(copy.run / "checkpoints", keep=2).iterations == [2, 3]
+    assert not checkpoint.exists(), "a reader takes an empty folder for a damaged checkpoint"
+    objects.delete(list(objects.names("")))
+    assert not copy.renew(is_light)
+    assert not copy.run.exists(), "a run that the bucket does not hold any more is still shown"
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ from spotlight_rewards.base.file_errors import StoreError
 from spotlight_rewards.base.media_files import encode_picture, read_media
 from spotlight_rewards.commands.rewards_command import may_download
 from spotlight_rewards.example_pictures import example_picture
+from spotlight_rewards.originals import original_of
+from spotlight_rewards.reward import RewardInputError
 from spotlight_rewards.reward_config import RewardConfig
 from spotlight_rewards.reward_registry import facts_of
 from spotlight_rewards.shapes import FACTS, shapes
@@ -158,6 +160,12 @@ def test_pictures_are_read_as_viewers_show_them(here: Path) -> None:
     Image.fromarray(np.full((2, 2), 4000, np.uint16)).save("deep.png")
     with pytest.raises(StoreError, match=r"more than 8 bits .* save it with 8"):
         read_media(Path("deep.png"))
+    with pytest.raises(RewardInputError, match=r"more than 8 bits .* save it with 8"):
+        original_of("edit-score", "a cat", {"references": ["deep.png"]})
+    preview = Image.new("RGB", (2, 1), "red")
+    for behind in (preview, lying):
+        lying.save("photo.jpg", format="MPO", save_all=True, append_images=[behind])
+        assert read_media(Path("photo.jpg"))[0].shape == (2, 4, 3)
 
 
 def test_what_is_wrong_is_named_before_any_work(here: Path) -> None:

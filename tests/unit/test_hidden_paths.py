@@ -32,11 +32,11 @@ NOBODYS = "~nobody-of-this-name/model"
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        (("export", HIDDEN), "is no run directory"),
+        (("export", HIDDEN), "config.yaml and ledger.sqlite). It cannot be looked at: File name too long."),
         (("train", HIDDEN), "expected a readable YAML file. File name too long"),
         (("tiny", "qwen-image", HIDDEN), "cannot write a small pipeline"),
-        (("runs", HIDDEN), "No runs in"),
-        (("dashboard", HIDDEN), "is no folder, nor is there a run of that name"),
+        (("runs", HIDDEN), "It cannot be looked at: File name too long. Start one"),
+        (("dashboard", HIDDEN), "run of that name in runs/. It cannot be looked at: File name too long."),
         (("simulate", HIDDEN), "expected a YAML file, or one of"),
         (("plan", HIDDEN, "--deadline-h", "3"), "expected a YAML file, or one of"),
         (("prompts", "ocr", HIDDEN), "File name too long"),

@@ -119,6 +119,27 @@ def test_what_is_no_picture_is_one_kind_of_error(content: bytes) -> None:
         open_picture(io.BytesIO(content))
 
 
+def test_a_file_of_frames_of_which_one_has_no_size_is_no_picture() -> None:
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(buffer, "TIFF")
+    file = bytearray(buffer.getvalue())
+    (first,) = struct.unpack_from("<I", file, 4)
+    (fields,) = struct.unpack_from("<H", file, first)
+    struct.pack_into("<I", file, first + 2 + 12 * fields, len(file))
+    file += bytes(32)
+    with pytest.raises(OSError, match=r"no picture that can be shown .Missing dimensions"):
+        open_picture(io.BytesIO(file))
+
+
+def test_a_picture_that_is_damaged_where_it_is_decoded_is_one_kind_of_error(tmp_path: Path) -> None:
+    pixels = zlib.compress(bytes(8 * 25), 0)
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 8, 8, 8, 2, 0, 0, 0))
+    parts = chunk(b"IDAT", pixels[:60]), chunk(b"0|d\xbb", pixels[60:]), chunk(b"IEND", b"")
+    (tmp_path / "1.png").write_bytes(b"\x89PNG\r\n\x1a\n" + header + b"".join(parts))
+    with pytest.raises(OSError, match="broken PNG file"):
+        picture_of(tmp_path / "1.png")
+
+
 @pytest.mark.parametrize("reader", READERS)
 def test_what_is_no_file_is_refused_and_not_waited_for(reader: str, tmp_path: Path) -> None:
     read, error = READERS[reader]
@@ -258,6 +279,23 @@ def test_weights_that_are_no_file_are_refused_and_not_waited_for(tmp_path: Path)
         check_weights(tmp_path)
     with pytest.raises(ModelError, match="not a regular file"):
         read_lora("QwenImagePipeline", str(tmp_path))
+
+
+def test_weights_that_are_a_link_to_nothing_are_the_models_error(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    (tmp_path / "a.safetensors").symlink_to("../../blobs/gone")
+    with pytest.raises(ModelError, match=r"a\.safetensors .a link to a file that is gone. .* again"):
+        check_weights(tmp_path)
+
+
+def test_the_path_of_a_lora_that_is_missing_is_not_asked_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("spotlight_files.lora_file._on_hub", lambda name: pytest.fail(name))
+    for transformers in (("transformer",), ("transformer", "transformer_2")):
+        with pytest.raises(ModelError, match=r"from \./runs/lora, which does not exist: give a"):
+            read_lora("QwenImagePipeline", "./runs/lora", transformers)
 
 
 def test_an_index_that_names_what_no_file_can_be_called_is_the_models_error(tmp_path: Path) -> None:

@@ -20,7 +20,9 @@ def find_run(
     Args:
         wanted: what is brought of a run in a bucket (:class:`spotlight.store.run_store.Wanted`).
     """
+    from spotlight.store.run_directory import RunPaths
     from spotlight.store.run_store import Wanted, stored_run
+    from spotlight_rewards.base.file_errors import hidden
 
     with errors_without_traceback():
         if (copy := stored_run(text, Wanted(wanted))) is not None:
@@ -30,7 +32,10 @@ def find_run(
         return found
     there = sorted(path.parent.name for path in RUNS.glob("*/config.yaml"))
     hint = f"Runs in {RUNS}/: {', '.join(there)}." if there else f"There are no runs in {RUNS}/ yet."
-    raise failure(f"RUN: {text!r} is no run directory (one with config.yaml and ledger.sqlite). {hint}")
+    expected = (
+        f"is no run directory (one with config.yaml and ledger.sqlite).{hidden(RunPaths(Path(text)).config)}"
+    )
+    raise failure(f"RUN: {text!r} {expected} {hint}")
 
 
 def run_named(text: str) -> Path | None:

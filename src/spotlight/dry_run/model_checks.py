@@ -28,7 +28,7 @@ def require_model(config: RunConfig) -> None:
     if isinstance(files, NotHere):
         return
     from spotlight.models.shared.transformer_files import weight_sources
-    from spotlight_files.lora_file import lora_file_of, lora_folder
+    from spotlight_files.lora_file import lora_file_of, lora_of
 
     family = family_of(config)
     names = family.transformers(files)
@@ -42,7 +42,7 @@ def require_model(config: RunConfig) -> None:
     with looking("model.lora", lora):
         if Path(lora).is_dir() or not is_hub_id(lora):
             for name in names:
-                lora_file_of(str(lora_folder(Path(lora), name)))
+                lora_file_of(lora_of(lora, name))
 
 
 def require_supported(config: RunConfig, files: PipelineFiles | None) -> None:

@@ -95,7 +95,10 @@ def stored_run(text: str, wanted: Wanted) -> Path | None:
         return None
     run = found.store.read(found.address, name, default_cache(), wanted)
     if not RunPaths(run).config.is_file():
-        there = ", ".join(found.store.names(found.address)) or "none"
+        others = (
+            each for each in found.store.names(found.address) if each != name
+        )  # a name may be taken only
+        there = ", ".join(others) or "none"
         raise StoreError(f"{text}: no run {name!r} is in {found.address}; the runs there: {there}.")
     return run
 
@@ -116,4 +119,7 @@ def local_folder(place: Path, wanted: Wanted = Wanted.LIGHT) -> Path:
     copies = [found.store.read(found.address, name, cache, wanted) for name in names]
     if not copies:
         raise StoreError(f"{found.address}: no runs are there. Start one: spotlight train runs_dir=ADDRESS.")
-    return copies[0].parent
+    folder = copies[0].parent
+    for gone in {each.name for each in folder.iterdir() if each.is_dir()} - {*names}:
+        found.store.read(found.address, gone, cache, wanted)  # which drops its copy
+    return folder

@@ -21,13 +21,14 @@ from spotlight_bucket.local_copies import (
     newest_checkpoint_of,
     working_copy,
 )
-from spotlight_bucket.replicator import Place, Replicator
+from spotlight_bucket.replicator import Replicator
 from spotlight_bucket.snapshots import CHUNK_BYTES, is_plain, newest_snapshot, take_over
 from spotlight_rewards.base.file_errors import size
 
 PUT_USD, GB_MONTH_USD = 0.005 / 1000, 0.023
 """List prices of S3 Standard in us-east-1; other services are near them."""
-_FOLDERS = {Wanted.PICTURES: ("images/", "votes/"), Wanted.LORA: ("lora/",)}
+_FOLDERS = {Wanted.PICTURES: ("images/", "votes/"), Wanted.LORA: ("lora/",), Wanted.ALL: ("",)}
+"""Beginnings of the paths that are wanted besides light files."""
 _FINISH_S = 600.0
 """How long the end of a run waits for a bucket that does not answer."""
 
@@ -45,7 +46,7 @@ class BucketRuns:
             before = newest_snapshot(objects)
             lease = claim(objects, copy.id, note, before.epoch if before else 0, cluster)
             base = take_over(objects, lease.holder.epoch, copy.id)
-            replicator = Replicator(Place(copy.run, copy.backup, copy.id, objects), base, note)
+            replicator = Replicator(copy, objects, base, note)
             with replicator.sender, replicator.renewing(lease):
                 bring_to_work(copy, base, objects, note)
                 try:
@@ -62,12 +63,11 @@ class BucketRuns:
         """See :class:`spotlight.store.run_store.RunStore`."""
         copy = ReadCopy(folder_of(address, cache), name, open_objects(f"{address}/{name}"))
         if copy.renew(is_light):
-            if wanted in _FOLDERS:
-                copy.renew(lambda path: is_light(path) or path.startswith(_FOLDERS[wanted]))
-            if wanted is Wanted.CHECKPOINT and (folder := newest_checkpoint_of(copy.run)):
-                copy.renew(lambda path: is_light(path) or path.startswith(folder))
-            if wanted is Wanted.ALL:
-                copy.renew(lambda path: True)
+            folders = _FOLDERS.get(wanted, ())
+            if wanted is Wanted.CHECKPOINT and (newest := newest_checkpoint_of(copy.run)):
+                folders = (newest,)
+            if folders:
+                copy.renew(lambda path: is_light(path) or path.startswith(folders))
         return copy.run
 
     def names(self, address: str) -> list[str]:
@@ -86,7 +86,7 @@ class BucketRuns:
         yield (
             "  its requests",
             f"${dollars:.4f}",
-            f"{pieces} pieces of 16 MiB and some {small} small objects, at ${PUT_USD * 1000:g} per 1,000",
+            f"up to {pieces} x 16 MiB and some {small} small objects, at ${PUT_USD * 1000:g} per 1,000",
         )
         yield (
             "the head is lost",

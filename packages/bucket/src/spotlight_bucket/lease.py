@@ -67,21 +67,19 @@ class HeadLease:
             self._write(replace(self.holder, released=True))
 
     def _write(self, wanted: Holder) -> bool:
-        found = self._objects.get(HEAD, _BYTES_MAX)
-        if found is None:  # the bucket was emptied
+        there, version = _read(self._objects)
+        if version is None:  # the bucket was emptied
             held = self._objects.create(HEAD, _render(wanted))
+        elif self._is_own(there):
+            held = self._objects.replace(HEAD, _render(wanted), version)
         else:
-            there = _parsed(self._objects, found[0])
-            if (there.epoch, there.copy) != (self.holder.epoch, self.holder.copy):
-                return False
-            held = self._objects.replace(HEAD, _render(wanted), found[1])
+            return False
         if held:
             self.holder = wanted
-        return held or self._is_still_own()  # the answer to a try that succeeded may be lost
+        # The answer to a try that succeeded may be lost.
+        return held or self._is_own(holder_of(self._objects))
 
-    def _is_still_own(self) -> bool:
-        found = self._objects.get(HEAD, _BYTES_MAX)
-        there = None if found is None else _parsed(self._objects, found[0])
+    def _is_own(self, there: Holder | None) -> bool:
         return there is not None and (there.epoch, there.copy) == (self.holder.epoch, self.holder.copy)
 
 
@@ -109,36 +107,39 @@ def claim(
     """
     _require_conditional_puts(objects)
     known = address if _ADDRESS.fullmatch(address) else ""  # another would be refused by whoever reads it
-    where, met, told = f"process {os.getpid()} on {socket.gethostname()}", None, False
+    where, met = f"process {os.getpid()} on {socket.gethostname()}", None
     while True:
-        found = objects.get(HEAD, _BYTES_MAX)
-        there = None if found is None else _parsed(objects, found[0])
+        there, version = _read(objects)
         wanted = Holder(max(after, there.epoch if there else 0) + 1, copy, where, address=known)
-        if found is None or there is None:
+        if there is None or version is None:
             if objects.create(HEAD, _render(wanted)):
                 return HeadLease(objects, wanted)
             continue
-        if met is not None and there != met:
+        if met is not None and there != met and not there.released:
             raise RunInUseError(
                 f"{objects.address}: in use by {there.where}, which has just renewed its lease. Wait for it "
                 "or stop it, or start this run under another name."
             )
         # The same working copy: its lock is held here, so the process that had it is gone.
-        left_s = 0.0 if there.released or there.copy == copy else lease_s - _age_s(objects, found[1])
+        left_s = 0.0 if there.released or there.copy == copy else lease_s - _age_s(objects, version)
         if left_s <= 0:
-            if objects.replace(HEAD, _render(wanted), found[1]):
+            if objects.replace(HEAD, _render(wanted), version):
                 return HeadLease(objects, wanted)
             continue
-        if not told:
+        if met is None:
             note(f"{objects.address}: {there.where} may still work here; its lease ends in {left_s:.0f} s")
-            met, told = there, True
+            met = there
         sleep(min(left_s, _LOOKS_EVERY_S))
 
 
 def holder_of(objects: Objects) -> Holder | None:
     """Who has, or had, the run; None: nobody ever. Raises BucketError."""
+    return _read(objects)[0]
+
+
+def _read(objects: Objects) -> tuple[Holder, Version] | tuple[None, None]:
     found = objects.get(HEAD, _BYTES_MAX)
-    return None if found is None else _parsed(objects, found[0])
+    return (None, None) if found is None else (_parsed(objects, found[0]), found[1])
 
 
 def _require_conditional_puts(objects: Objects) -> None:

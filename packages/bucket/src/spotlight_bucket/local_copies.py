@@ -14,7 +14,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -136,11 +136,14 @@ class ReadCopy:
     def renew(self, wanted: Callable[[str], bool]) -> bool:
         """Bring the newest state of the files that are wanted, and drop what the run has dropped.
 
-        Returns False if the bucket holds no such run.
+        Returns False if the bucket holds no such run (any more): then nothing is here, either.
 
         Raises StoreError, of the bucket or the disk.
         """
         with self._held():
+            for _ in range(_LOOKS_MAX - 1):
+                with suppress(MissingChunkError):  # the head has replaced the snapshot
+                    return self._renew(wanted)
             return self._renew(wanted)
 
     @contextmanager
@@ -157,24 +160,24 @@ class ReadCopy:
             os.close(descriptor)
 
     def _renew(self, wanted: Callable[[str], bool]) -> bool:
-        for look in range(_LOOKS_MAX):
-            snapshot = newest_snapshot(self._objects)
-            if snapshot is None or "config.yaml" not in snapshot.files:
-                return False
-            known = self._known()
-            chosen = {path: file for path, file in snapshot.files.items() if wanted(path)}
-            changed = {path: file for path, file in chosen.items() if known.get(path) != file.chunks}
-            try:
-                receive(self._objects, changed, self.run)
-            except MissingChunkError:
-                if look + 1 == _LOOKS_MAX:
-                    raise
-                continue  # the head has replaced the snapshot
-            kept = {path: chunks for path, chunks in known.items() if path in snapshot.files}
-            self._drop(known.keys() - snapshot.files.keys())
-            self._remember(kept | {path: file.chunks for path, file in chosen.items()})
-            return True
-        raise AssertionError("unreachable")
+        snapshot = newest_snapshot(self._objects)
+        if snapshot is None or "config.yaml" not in snapshot.files:
+            self._index.unlink(missing_ok=True)
+            shutil.rmtree(self.run, ignore_errors=True)
+            return False
+        known = self._known()
+        chosen = {path: file for path, file in snapshot.files.items() if wanted(path)}
+        changed = {path: file for path, file in chosen.items() if known.get(path) != file.chunks}
+        receive(self._objects, changed, self.run)
+        for path in known.keys() - snapshot.files.keys():
+            (self.run / path).unlink(missing_ok=True)
+            with suppress(OSError):  # a folder is left only where something is in it
+                os.removedirs((self.run / path).parent)
+        kept = {path: chunks for path, chunks in known.items() if path in snapshot.files}
+        kept |= {path: file.chunks for path, file in chosen.items()}
+        with storage_errors("cannot write", self._index):
+            write_atomically(self._index, json.dumps(kept).encode())
+        return True
 
     @property
     def _index(self) -> Path:
@@ -188,14 +191,6 @@ class ReadCopy:
             return {path: tuple(chunks) for path, chunks in there if (self.run / path).is_file()}
         except (OSError, ValueError, TypeError, AttributeError, RecursionError):
             return {}
-
-    def _remember(self, files: Mapping[str, tuple[str, ...]]) -> None:
-        with storage_errors("cannot write", self._index):
-            write_atomically(self._index, json.dumps(files).encode())
-
-    def _drop(self, paths: set[str]) -> None:
-        for path in paths:
-            (self.run / path).unlink(missing_ok=True)
 
 
 def is_light(path: str) -> bool:

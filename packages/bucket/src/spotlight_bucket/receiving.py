@@ -8,10 +8,9 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import wait
 from functools import partial
-from itertools import islice
 from pathlib import Path
 
 from spotlight.store.store_errors import require_free_bytes
@@ -47,7 +46,7 @@ def receive(objects: Objects, files: Mapping[str, StoredFile], folder: Path) -> 
                 target.parent.mkdir(parents=True, exist_ok=True)
                 temporary = target.with_name(TEMPORARY_PREFIX + target.name)
                 temporary.unlink(missing_ok=True)
-                _write(objects, file.chunks, file.size_bytes, chunk_bytes_of(path), temporary, transfers)
+                _write(objects, file, chunk_bytes_of(path), temporary, transfers)
                 temporary.replace(target)
         for parent in {(folder / path).parent for path in wanted}:
             fsync_path(parent)
@@ -68,26 +67,21 @@ def holds(place: Path, path: str, file: StoredFile) -> bool:
     return True
 
 
-def _write(
-    objects: Objects,
-    chunks: Iterable[str],
-    size_bytes: int,
-    piece: int,
-    target: Path,
-    transfers: Transfers,
-) -> None:
+def _write(objects: Objects, file: StoredFile, piece: int, target: Path, transfers: Transfers) -> None:
     descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
 
-        def bring(part: tuple[int, str]) -> None:
-            start, chunk = part
-            content = _checked(objects, chunk, min(piece, size_bytes - start))
+        def bring(index: int) -> None:
+            start = index * piece
+            content = _checked(objects, file.chunks[index], min(piece, file.size_bytes - start))
             while content:
                 written = os.pwrite(descriptor, content, start)
                 content, start = content[written:], start + written
 
-        for some in _batches(((index * piece, chunk) for index, chunk in enumerate(chunks)), RECEIVERS):
-            under_way = [transfers.submit(partial(bring, part)) for part in some]
+        indices = range(len(file.chunks))
+        for first in indices[::RECEIVERS]:
+            some = indices[first : first + RECEIVERS]
+            under_way = [transfers.submit(partial(bring, index)) for index in some]
             wait(under_way)  # they write to the descriptor
             for each in under_way:
                 each.result()
@@ -114,9 +108,3 @@ def _checked(objects: Objects, chunk: str, size_bytes: int) -> bytes:
             "Restore it from a copy of the bucket, or start a run of another name."
         )
     return content
-
-
-def _batches(items: Iterable[tuple[int, str]], count: int) -> Iterator[list[tuple[int, str]]]:
-    each = iter(items)
-    while some := list(islice(each, count)):
-        yield some

@@ -13,12 +13,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 
 from spotlight.store.run_directory import RunPaths
 from spotlight_bucket.bucket_objects import BucketError, Objects
 from spotlight_bucket.lease import RENEWED_EVERY_S, HeadLease
+from spotlight_bucket.local_copies import WorkingCopy
 from spotlight_bucket.run_files import consistent_files, pointer_of, run_bytes
 from spotlight_bucket.sending import Sender
 from spotlight_bucket.snapshots import CHUNKS, FencedError, RunSnapshot, append, name_of, serials
@@ -36,30 +35,16 @@ _KEPT = 2
 log = logging.getLogger("spotlight")
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A run on this machine and in its bucket.
-
-    Attributes:
-        run: the run directory; may not be there yet.
-        backup: where copies of the ledger are written.
-        copy: id of the working copy that the run directory is in.
-    """
-
-    run: Path
-    backup: Path
-    copy: str
-    objects: Objects
-
-
 class Replicator:
     """Sends one run. Methods are of one thread at a time, but for :meth:`running`'s block."""
 
-    def __init__(self, place: Place, base: RunSnapshot, note: Callable[[str], None]) -> None:
-        """Go on after ``base``, which this head has added."""
-        self._place, self._note = place, note
+    def __init__(
+        self, copy: WorkingCopy, objects: Objects, base: RunSnapshot, note: Callable[[str], None]
+    ) -> None:
+        """Go on after ``base``, which this head has added; the run may not be in the copy yet."""
+        self._copy, self._objects, self._note = copy, objects, note
         self.newest = base
-        self.sender = Sender(place.objects, base.epoch)
+        self.sender = Sender(objects, base.epoch)
         self.fenced: FencedError | None = None
         self._before: list[set[str]] = [base.chunks]
         self._gone = set(base.garbage)
@@ -72,17 +57,17 @@ class Replicator:
 
     def sync(self) -> bool:
         """Add a snapshot, if the run has changed. Raises StoreError, of the bucket or the disk."""
-        place = self._place
-        if not RunPaths(place.run).config.is_file():
+        copy = self._copy
+        if not RunPaths(copy.run).config.is_file():
             return False
         if self._looks_again:
             self._look()
-        pointer, began_s, began_cpu_s = pointer_of(place.run), time.monotonic(), time.thread_time()
+        pointer, began_s, began_cpu_s = pointer_of(copy.run), time.monotonic(), time.thread_time()
         before = dataclasses.replace(self.sender.sent)
-        with consistent_files(place.run, place.backup) as files:
+        with consistent_files(copy.run, copy.backup) as files:
             stored = self.sender.send(files)
         if stored != self.newest.files:
-            self._append(RunSnapshot(self.newest.serial + 1, self.newest.epoch, place.copy, stored))
+            self._append(RunSnapshot(self.newest.serial + 1, self.newest.epoch, copy.id, stored))
             sent, took_s = self.sender.sent, time.monotonic() - began_s
             cpu_s = time.thread_time() - began_cpu_s + sent.cpu_s - before.cpu_s
             log.info(
@@ -107,7 +92,7 @@ class Replicator:
         self._add(self._adding)
 
     def _add(self, new: RunSnapshot) -> None:
-        append(self._place.objects, new)
+        append(self._objects, new)
         self.newest, self._adding = new, None
         self._gone |= self._garbage
         self._before.append(new.chunks)
@@ -116,8 +101,8 @@ class Replicator:
         while len(self._before) > _KEPT:
             old |= self._before.pop(0)
         self._garbage = old - set[str]().union(*self._before)
-        outdated = [name_of(each) for each in serials(self._place.objects) if each <= new.serial - _KEPT]
-        self._place.objects.delete([*outdated, *(f"{CHUNKS}/{each}" for each in new.garbage)])
+        outdated = [name_of(each) for each in serials(self._objects) if each <= new.serial - _KEPT]
+        self._objects.delete([*outdated, *(f"{CHUNKS}/{each}" for each in new.garbage)])
 
     @contextmanager
     def renewing(self, lease: HeadLease) -> Iterator[None]:
@@ -174,7 +159,7 @@ class Replicator:
                 if time.monotonic() - began_s > patience_s:
                     raise BucketError(
                         f"{error} What the run ended with is not all in the bucket; it is in "
-                        f"{self._place.run}: the same command on this machine sends it."
+                        f"{self._copy.run}: the same command on this machine sends it."
                     ) from error
                 if not told:
                     self._note(f"the bucket does not take the final state yet: {error}")
@@ -189,8 +174,8 @@ class Replicator:
 
         def tell() -> None:
             while not ends.wait(_TOLD_EVERY_S):
-                there, of = size(self.sender.sent.there), size(run_bytes(self._place.run))
-                self._note(f"sending the final state to {self._place.objects.address}: {there} of {of} there")
+                there, of = size(self.sender.sent.there), size(run_bytes(self._copy.run))
+                self._note(f"sending the final state to {self._objects.address}: {there} of {of} there")
 
         thread = threading.Thread(target=tell, daemon=True)
         thread.start()
@@ -211,7 +196,7 @@ class Replicator:
         while self.fenced is None and not ends.wait(wait_s):
             wait_s = _LOOKS_EVERY_S
             try:
-                same = not failing and pointer_of(self._place.run) == self._pointer
+                same = not failing and pointer_of(self._copy.run) == self._pointer
                 if same and time.monotonic() < due_s:
                     continue
                 self.sync()
@@ -225,19 +210,19 @@ class Replicator:
             else:
                 due_s = time.monotonic() + SENT_EVERY_S
                 if failing:
-                    self._note(f"{self._place.objects.address} answers again, and holds all of the run")
+                    self._note(f"{self._objects.address} answers again, and holds all of the run")
                 failing, tries_after_s = False, _PATIENCE_S[0]
 
     def _renew(self, lease: HeadLease, ends: threading.Event) -> None:
         while self.fenced is None and not ends.wait(RENEWED_EVERY_S):
             try:
                 if not lease.renew():
-                    raise FencedError(
-                        f"{self._place.objects.address}: another head has taken this run over: its lease is "
-                        "of another epoch, so this one ends."
+                    self._fence(
+                        FencedError(
+                            f"{self._objects.address}: another head has taken this run over: its lease is of "
+                            "another epoch, so this one ends."
+                        )
                     )
-            except FencedError as error:
-                self._fence(error)
             except BucketError as error:
                 log.warning("the lease is not renewed: %s", error)
 

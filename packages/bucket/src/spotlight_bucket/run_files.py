@@ -20,6 +20,7 @@ from typing import BinaryIO
 from spotlight.store.checkpoints import LATEST
 from spotlight.store.run_directory import RunPaths
 from spotlight_bucket.snapshots import is_plain
+from spotlight_rewards.ballots import OPEN_FOLDER, VOTES_FOLDER
 from spotlight_rewards.base.file_errors import StoreError
 from spotlight_rewards.base.files import TEMPORARY_PREFIX, open_regular
 
@@ -27,6 +28,7 @@ _LOOKS_MAX = 20
 _CHECKPOINT = re.compile(r"(\d{6,})-iteration-\d+")
 _LEFT_OUT = {"lock", "in-flight", "storage-token", "wandb"}
 """At the top: of this machine and process, or a tracker's own copy of what it has sent."""
+_OPEN_BALLOTS = (VOTES_FOLDER, OPEN_FOLDER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,25 +60,27 @@ def consistent_files(run: Path, backup: Path) -> Iterator[Iterator[OpenFile]]:
     Raises:
         StoreError: the disk, or checkpoints that are replaced faster than they can be opened.
     """
-    with ExitStack() as stack:
-        checkpoints = _opened_checkpoints(run, stack)
-        ledger = RunPaths(run).ledger
-        if ledger.is_file():
-            copy_ledger(ledger, backup)
+    ledger = RunPaths(run).ledger
 
-        def every() -> Iterator[OpenFile]:
-            yield from checkpoints
-            if backup.is_file():
-                with open_regular(backup) as file:
-                    yield _described(ledger.name, file)
-            for path in _others(run):
-                try:
-                    with open_regular(path) as file:
-                        yield _described(path.relative_to(run).as_posix(), file)
-                except OSError:
-                    continue  # replaced or removed by the run
+    def every() -> Iterator[OpenFile]:
+        yield from checkpoints
+        if has_ledger:
+            with open_regular(backup) as file:
+                yield _described(ledger.name, file)
+        for path in _others(run):
+            with suppress(FileNotFoundError, NotADirectoryError), open_regular(path) as file:
+                yield _described(path.relative_to(run).as_posix(), file)
 
-        yield every()
+    try:
+        with ExitStack() as stack:
+            checkpoints = _opened_checkpoints(run, stack)
+            if has_ledger := ledger.is_file():  # or else a copy may be of another run of this name
+                copy_ledger(ledger, backup)
+            yield every()
+    except OSError as error:
+        raise StoreError(
+            f"{run}: cannot be read for the bucket: {error}. Check the disk, then run the same command again."
+        ) from error
 
 
 def run_bytes(run: Path) -> int:
@@ -149,7 +153,8 @@ def _others(run: Path) -> Iterator[Path]:
     for top in sorted(run.iterdir()):
         if top.name in _LEFT_OUT or top.name == "checkpoints" or top.name.startswith(ledger):
             continue
-        yield from sorted(_regular(top))
+        # A vote is awaited where the run works: on a copy of the question it would be lost.
+        yield from sorted(path for path in _regular(top) if path.parts[len(run.parts) :][:2] != _OPEN_BALLOTS)
 
 
 def _regular(path: Path) -> Iterator[Path]:

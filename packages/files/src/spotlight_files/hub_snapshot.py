@@ -150,7 +150,7 @@ class SourceLostError(RuntimeError):
 def require_fit(offer: SnapshotManifest, wanted: WantedModel) -> None:
     """Check names that another node gave before any becomes a path here. Raises SourceLostError."""
     for file in offer.files:
-        inside = not (file.path.startswith("/") or ".." in file.path.split("/"))
+        inside = "\0" not in file.path and {"", ".", ".."}.isdisjoint(file.path.split("/"))
         known = _BLOB.fullmatch(file.blob) and _SHA256.fullmatch(file.sha256) and file.bytes >= 0
         known = known and (len(file.blob) < len(file.sha256) or file.blob == file.sha256)
         if not (inside and known and _is_wanted(file.path, wanted.patterns)):

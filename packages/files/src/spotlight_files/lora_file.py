@@ -53,6 +53,11 @@ def lora_folder(directory: Path, transformer: str) -> Path:
     return directory if transformer == TRANSFORMER else directory / transformer
 
 
+def lora_of(path: str, transformer: str) -> str:
+    """The LoRA of one of a pipeline's transformers, as it was given: ``./name/lora`` is no hub id."""
+    return path if transformer == TRANSFORMER else f"{path}/{transformer}"
+
+
 def part_prefix(transformer: str, transformers: Sequence[str]) -> str:
     """What precedes the names of a transformer's tensors where there are several."""
     return f"{transformer}." if len(transformers) > 1 else ""
@@ -69,7 +74,7 @@ def read_lora(pipeline_class: str, path: str, transformers: Sequence[str] = (TRA
         ModelError: unreadable, several files, not a LoRA of the transformer, tensors that would not be used,
             or layers of different ranks.
     """
-    found = {name: _read(pipeline_class, str(lora_folder(Path(path), name))) for name in transformers}
+    found = {name: _read(pipeline_class, lora_of(path, name)) for name in transformers}
     if len({(file.rank, file.alpha) for file in found.values()}) != 1:
         raise ModelError(
             f"model.lora: the transformers' LoRAs in {path} differ in rank or alpha; expected one"

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from spotlight_files.file_contents import add_file, below, contents_of
 from spotlight_files.model_errors import ModelError, looking
+from spotlight_rewards.base.file_errors import is_there
 from spotlight_rewards.base.files import at_home, open_regular, read_regular
 
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -317,7 +318,7 @@ def _tensor_names(path: Path) -> list[str]:
         with safe_open(path, framework="numpy") as file:
             return list(file.keys())
     except (SafetensorError, OSError) as error:
-        size = f"{path.stat().st_size} bytes"
+        size = f"{path.stat().st_size} bytes" if is_there(path) else "a link to a file that is gone"
         raise ModelError(f"{path} ({size}) is cut or corrupt ({error}): copy or download it again") from error
 
 

@@ -34,7 +34,7 @@ from spotlight_rewards.base.files import (
     read_regular,
 )
 
-VOTES_FOLDER = "votes"
+VOTES_FOLDER, OPEN_FOLDER = "votes", "open"
 TOUCHED_EVERY_S = 2.0
 AWAITED_FOR_S = 15.0
 """Since it was touched: then the reward that asked has gone, or asks about something else."""
@@ -107,7 +107,7 @@ class BallotBox:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._open = folder, folder / "open"
+        self._folder, self._open = folder, folder / OPEN_FOLDER
 
     # -- who asks --
 

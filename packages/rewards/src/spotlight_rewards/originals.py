@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import ImageOps
 
 from spotlight_rewards.base.files import at_home
-from spotlight_rewards.base.media_files import open_picture
+from spotlight_rewards.base.media_files import read_upright
 from spotlight_rewards.reward import Image, RewardInputError
 
 
@@ -33,7 +32,7 @@ def original_of(reward: str, prompt: str, record: Mapping[str, Any], field: str 
         )
     try:
         return _opened(path)
-    except (OSError, ValueError, SyntaxError) as error:
+    except (OSError, ValueError) as error:
         raise RewardInputError(
             f"{reward} reward: {name!r} of the prompt {prompt!r} is {path!r}, which cannot be read as a "
             f"picture ({type(error).__name__}: {error}); expected one, by its absolute path or from "
@@ -43,5 +42,4 @@ def original_of(reward: str, prompt: str, record: Mapping[str, Any], field: str 
 
 @lru_cache(maxsize=32)  # the members of groups share theirs; one of 2048 x 2048 pixels takes 13 MB
 def _opened(path: str) -> Image:
-    with open_picture(at_home(path)) as picture:
-        return np.asarray(ImageOps.exif_transpose(picture).convert("RGB"))
+    return np.asarray(read_upright(at_home(path)))

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from spotlight.cli.run_argument import RUNS
 from spotlight_rewards.base.errors import UserError
-from spotlight_rewards.base.file_errors import is_there
+from spotlight_rewards.base.file_errors import hidden, is_there
 from spotlight_rewards.base.terminal import TextConsole
 from spotlight_rewards.commands.exit_codes import errors_without_traceback
 
@@ -58,7 +58,7 @@ def runs(
         typer.echo(json.dumps([_fields(path) for path in found], indent=1))
         return
     if not found:
-        console.print(f"No runs in {directory}/. Start one: spotlight train")
+        console.print(f"No runs in {directory}/.{hidden(directory)} Start one: spotlight train")
         return
     table = Table(box=None, pad_edge=False)
     for name in ("name", "iteration", *JUDGED, "time", "cost", "state"):

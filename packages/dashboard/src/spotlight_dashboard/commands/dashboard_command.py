@@ -20,7 +20,7 @@ import typer
 from spotlight.cli.run_argument import RUNS
 from spotlight.cli.runs.dashboard_beside import PORT
 from spotlight.store.run_store import Wanted, local_folder, stored_runs
-from spotlight_rewards.base.file_errors import StoreError, is_there
+from spotlight_rewards.base.file_errors import StoreError, hidden, is_there
 from spotlight_rewards.commands.exit_codes import complain, errors_without_traceback, failure
 from spotlight_rewards.commands.serving import HostOption, TokenEnvOption, token_of
 
@@ -146,7 +146,9 @@ def _place(text: Path) -> Path:
             return path
     if text == RUNS:
         return text  # runs yet to come
-    raise failure(f"RUNS_DIR: {str(text)!r} is no folder, nor is there a run of that name in {RUNS}/.")
+    raise failure(
+        f"RUNS_DIR: {str(text)!r} is no folder, nor is there a run of that name in {RUNS}/.{hidden(text)}"
+    )
 
 
 def _follow(address: Path) -> None:

@@ -117,6 +117,17 @@ def is_there(path: Path) -> bool:
         return False
 
 
+def hidden(path: Path) -> str:
+    """Why it cannot be told whether a path exists (no permission, a mount that fails); empty: it can be."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    except OSError as error:
+        return f" It cannot be looked at: {error.strerror or error}."
+    return ""
+
+
 def size(number_of_bytes: float) -> str:
     """Bytes in binary units: ``812 B``, ``9.9 MiB``, ``38.1 GiB``."""
     value = float(number_of_bytes)

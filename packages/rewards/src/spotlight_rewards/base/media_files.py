@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
 from typing import IO
@@ -19,14 +20,6 @@ from spotlight_rewards.base.files import read_regular
 FRAME_PIXELS, FILE_PIXELS = 2**26, 2**28
 """Of a picture to be decoded: 8192 x 8192, and 291 frames of 1280 x 720; 768 MB in all."""
 _FILE_BYTES = 2**30
-_NO_PICTURE = (
-    ValueError,
-    SyntaxError,
-    EOFError,
-    Image.DecompressionBombError,
-    Image.DecompressionBombWarning,
-)
-"""What Pillow raises of damaged or hostile files, beside OSError."""
 
 
 def encode_picture(picture: NDArray[np.uint8], about: Mapping[str, object]) -> bytes:
@@ -71,22 +64,44 @@ def open_picture(source: Path | IO[bytes], formats: tuple[str, ...] | None = Non
     """Open a picture that anybody may have made, decoding nothing yet.
 
     Raises:
-        OSError: no file, no picture, or one of more than ``FRAME_PIXELS`` a frame or ``FILE_PIXELS`` in all.
+        OSError: no file, no picture, or one of more than ``FRAME_PIXELS`` a frame or ``FILE_PIXELS`` in all,
+            or of more than 8 bits, whose shades would all become white.
     """
     if isinstance(source, Path):
         source = io.BytesIO(read_regular(source, _FILE_BYTES))
-    try:
+    with _one_error():
         image = Image.open(source, formats=formats)
         frames = getattr(image, "n_frames", 1)
-    except _NO_PICTURE as error:
-        raise OSError(f"no picture that can be shown ({error})") from error
     if image.width * image.height > FRAME_PIXELS or frames * image.width * image.height > FILE_PIXELS:
         image.close()
         raise OSError(
             f"{frames} frame(s) of {image.width} x {image.height} pixels; expected at most {FRAME_PIXELS:,} "
             f"pixels a frame and {FILE_PIXELS:,} in all: save it smaller"
         )
+    _require_8_bits(image)
     return image
+
+
+def read_upright(path: Path) -> Image.Image:
+    """A picture, of several frames the first, as RGB, turned as its EXIF data say. Raises OSError."""
+    with open_picture(path) as image, _one_error():
+        return ImageOps.exif_transpose(image).convert("RGB")
+
+
+@contextmanager
+def _one_error() -> Iterator[None]:
+    """Of whatever Pillow raises of damaged or hostile files, an OSError."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(f"no picture that can be shown ({error})") from error
+
+
+def _require_8_bits(image: Image.Image) -> None:
+    if image.mode in ("I", "F") or image.mode.startswith("I;"):
+        raise OSError(f"its numbers have more than 8 bits (mode {image.mode}); save it with 8")
 
 
 def read_media(path: Path) -> tuple[NDArray[np.uint8], dict[str, object]]:
@@ -113,13 +128,14 @@ def read_media(path: Path) -> tuple[NDArray[np.uint8], dict[str, object]]:
 def _read_picture(path: Path) -> tuple[NDArray[np.uint8], dict[str, object]]:
     with open_picture(path) as image:
         about: dict[str, object] = {str(key): value for key, value in image.info.items()}
-        frames = np.stack([_as_seen(each) for each in ImageSequence.Iterator(image)])
+        # Cameras put a preview, or how bright to show it, behind a photograph.
+        shown = [image] if image.format == "MPO" else ImageSequence.Iterator(image)
+        frames = np.stack([_as_seen(each) for each in shown])
     return frames if len(frames) > 1 else frames[0], about
 
 
 def _as_seen(image: Image.Image) -> NDArray[np.uint8]:
-    if image.mode in ("I", "F") or image.mode.startswith("I;"):
-        raise ValueError(f"its numbers have more than 8 bits (mode {image.mode}); save it with 8")
+    _require_8_bits(image)
     upright = ImageOps.exif_transpose(image)
     if upright.mode in ("RGBA", "LA", "PA") or "transparency" in upright.info:
         # What is below transparent pixels could be anything.

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw, ImageFont, ImageOps
+from PIL import Image, ImageDraw, ImageFont
 
 from spotlight_rewards.base.files import write_atomically
-from spotlight_rewards.base.media_files import open_picture
+from spotlight_rewards.base.media_files import read_upright
 
 BEFORE_AFTER = "before-after.png"
 """Name of a comparison, which is no sample."""
@@ -75,8 +75,7 @@ def write_strips(path: Path, title: str, strips: Sequence[Strip], *, fps: float 
 
 def picture_of(path: str | Path) -> NDArray[np.uint8]:
     """A reference picture as shown: upright, [height, width, 3], sides of at most 384 pixels."""
-    with open_picture(Path(path)) as image:
-        upright = ImageOps.exif_transpose(image).convert("RGB")
+    upright = read_upright(Path(path))
     upright.thumbnail((_SIDE_PX[1], _SIDE_PX[1]))
     return np.asarray(upright)
 
