@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from spotlight.scheduler.types import Filler, NodeKind, Phase
+from spotlight_plan.learning_speed import PREVIEWS_WANTED as PREVIEWS_WANTED
 from spotlight_plan.learning_speed import Explored, explored_of, honest_target, learned_target
 from spotlight_plan.processes import in_processes
 from spotlight_plan.scenarios.baseline_runs import on_spot_nodes

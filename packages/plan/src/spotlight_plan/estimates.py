@@ -18,8 +18,7 @@ from spotlight_plan.candidates import (
     ways,
 )
 from spotlight_plan.closed_form import HORIZON_H, ClosedForm, late
-from spotlight_plan.compare import SimulationOutcome
-from spotlight_plan.learning_speed import PREVIEWS_WANTED
+from spotlight_plan.compare import PREVIEWS_WANTED, SimulationOutcome
 from spotlight_plan.prices.quotes import PriceError, Quote
 from spotlight_plan.scenarios.prepared_scenario import Prepared, at_starts
 from spotlight_plan.scenarios.pricing import quotes_of

@@ -9,8 +9,7 @@ from datetime import datetime
 
 from spotlight.scheduler.types import Filler, NodeKind, Phase
 from spotlight_fleet.gpus import GPU_TYPES
-from spotlight_plan.compare import SimulationOutcome
-from spotlight_plan.learning_speed import PREVIEWS_WANTED
+from spotlight_plan.compare import PREVIEWS_WANTED, SimulationOutcome
 from spotlight_plan.prices.quotes import OLD, age_of
 from spotlight_plan.scenarios.prepared_scenario import Prepared
 from spotlight_plan.scenarios.pricing import PriceTag, crossing_of
