@@ -19,7 +19,16 @@ from tests.unit.dashboard_run import change_course, make_run
 from typer.testing import CliRunner
 
 from spotlight.cli.main import app
-from spotlight_dashboard.comparison import RunCurve, Seeds, differences, grouped, interval, points
+from spotlight_dashboard.comparison import (
+    COLUMNS,
+    DRAWN,
+    RunCurve,
+    Seeds,
+    differences,
+    grouped,
+    interval,
+    points,
+)
 from spotlight_dashboard.views.means import run_curve
 
 VALUES = st.floats(-1e3, 1e3)
@@ -71,6 +80,11 @@ class TestCurves:
         groups = grouped([line("a", 1, 10), line("b", 1, 6, beta=2)])
         assert points(groups) == [1, 2, 4, 5, 6]
         assert points(grouped([line("a", 1), RunCurve("b", {"k": 1}, [], [])])) == []
+
+    @given(st.floats(0.001, 1e3), st.sampled_from([COLUMNS, DRAWN]))
+    def test_the_last_point_is_where_all_runs_have_come_to(self, last: float, count: int) -> None:
+        groups = grouped([RunCurve("a", {}, [last / 3, last], [1.0, 2.0])])
+        assert groups[0].at(points(groups, count)[-1]) == interval([2.0])
 
     def test_there_is_no_mean_of_the_seeds_that_came_far(self) -> None:
         seeds = Seeds((line("a", 0.1, 10), line("b", 0.2, 4)))

@@ -369,7 +369,7 @@ def test_an_answer_is_computed_once_per_state_and_replaces_the_one_before(
     asked: list[str] = []
     both = threading.Barrier(2)
 
-    def slow(run: RunFolder, query: answers_module.Query) -> Json:
+    def slow(answers: answers_module.RunAnswers, run: RunFolder, query: answers_module.Query) -> Json:
         asked.append(run.signature())
         time.sleep(0.05)
         return {"state": run.signature()}

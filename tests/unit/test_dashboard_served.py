@@ -129,7 +129,7 @@ def test_reading_changes_nothing(client: TestClient, places: Path) -> None:
         return {str(path): (path.lstat().st_size, path.lstat().st_mtime_ns) for path in files}
 
     before = state()
-    for what in (*answers_module.ANSWERS, "accounting", "metrics"):
+    for what in answers_module.ANSWERS:
         if what not in ("sample", "logfile"):
             ask(client, what)
     assert state() == before
@@ -211,7 +211,7 @@ def test_a_ledger_of_odd_values_hides_no_other_run_and_is_refused_in_words(
     client = client_of(empty_place)
     assert {run["name"] for run in client.get("/api/runs").json()["runs"]} == {"odd", "sound"}
     assert 'spotlight_iterations{run="sound"} 2.0' in client.get("/metrics").text
-    whats = [*answers_module.ANSWERS, "accounting", "metrics", "audit?now=1", "evaluation?iteration=0"]
+    whats = [*answers_module.ANSWERS, "audit?now=1", "evaluation?iteration=0"]
     refused = {what: client.get(f"/api/runs/odd/{what}") for what in whats}
     assert {each.status_code for each in refused.values()} <= {200, 404, 409}
     with suppress(StoreError):
@@ -432,9 +432,11 @@ def test_twenty_clients_cost_what_one_costs(empty_place: Path, monkeypatch: pyte
     computed: list[tuple[str, str]] = []
 
     def counted(what: str, compute: answers_module.Answer) -> answers_module.Answer:
-        def answer(run: RunFolder, query: answers_module.Query) -> Json | None:
+        def answer(
+            answers: answers_module.RunAnswers, run: RunFolder, query: answers_module.Query
+        ) -> Json | None:
             computed.append((what, run.signature()))
-            return compute(run, query)
+            return compute(answers, run, query)
 
         return answer
 

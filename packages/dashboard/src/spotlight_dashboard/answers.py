@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 from spotlight.store.ledger.ledger_schema import RolloutOutcome
 from spotlight_dashboard.comparison import RunCurve
-from spotlight_dashboard.figures import Json
+from spotlight_dashboard.figures import Axis, Json
 from spotlight_dashboard.prometheus import RunFigure, run_figures
 from spotlight_dashboard.run_folders import RunFolder
 from spotlight_dashboard.views import gallery as gallery_views
@@ -44,7 +44,7 @@ _AUDIT_REST = 30.0
 _AUDIT_REST_S = 15.0
 T = TypeVar("T")
 Query = Mapping[str, str]
-Answer = Callable[[RunFolder, Query], Json | None]
+Answer = Callable[["RunAnswers", RunFolder, Query], Json | None]
 
 
 class BadQueryError(ValueError):
@@ -121,7 +121,7 @@ class RunAnswers:
         """
         if what == "audit":
             return self._audit(run, asked=query.get("now") == "1")
-        if what not in ANSWERS and what not in ("metrics", "curve", "accounting"):
+        if (compute := ANSWERS.get(what)) is None:
             return None
         key = (run, what, tuple(sorted(query.items())))
         with self._lock:
@@ -130,11 +130,7 @@ class RunAnswers:
             while len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
         with run.values():
-            if what in ("metrics", "curve"):
-                return kept.fresh(run, lambda: self._curves(run, what, query))
-            if what == "accounting":
-                return kept.fresh(run, lambda: accounting(run, self.limits))
-            return kept.fresh(run, lambda: ANSWERS[what](run, query))
+            return kept.fresh(run, lambda: compute(self, run, query))
 
     def forget_others(self, runs: Collection[RunFolder]) -> None:
         """Keep what is known of these runs: the others are gone."""
@@ -151,7 +147,7 @@ class RunAnswers:
         kept = self._of(run).figures
         return kept.fresh(run, lambda: run_figures(run), besides=self.headline(run)["state"])
 
-    def run_curve(self, run: RunFolder, name: str, axis: str) -> RunCurve:
+    def run_curve(self, run: RunFolder, name: str, axis: Axis) -> RunCurve:
         """See :func:`.views.means.run_curve`."""
         with run.values():
             booked = read_booked(run, dollars=axis == "usd")
@@ -163,14 +159,17 @@ class RunAnswers:
         with self._lock:
             return self._runs.setdefault(run, _OfRun(CurveReader(run)))
 
-    def _curves(self, run: RunFolder, what: str, query: Query) -> Json:
+    def metrics(self, run: RunFolder) -> Json:
+        """See :func:`.views.curves.curve_names`."""
+        with self._of(run).reader.columns() as columns:
+            return curve_names(columns)
+
+    def curve(self, run: RunFolder, name: str) -> Json:
+        """See :func:`.views.curves.curve`."""
         known = self._of(run)
-        if what == "metrics":
-            with known.reader.columns() as columns:
-                return curve_names(columns)
         booked = known.booked.fresh(run, lambda: read_booked(run))
         with known.reader.columns() as columns:
-            return curve(columns, query.get("name", ""), booked)
+            return curve(columns, name, booked)
 
     def _audit(self, run: RunFolder, *, asked: bool) -> Json:
         """The newest audit, made again if the run has changed since, and it is quick or ``asked`` for.
@@ -229,16 +228,19 @@ def _lanes(run: RunFolder, query: Query) -> Json:
 
 
 ANSWERS: dict[str, Answer] = {
-    "overview": lambda run, query: overview(run),
-    "pictures": lambda run, query: gallery_views.gallery(run),
-    "evaluation": lambda run, query: gallery_views.pictures(run, _number(query, "iteration") or 0),
-    "training": lambda run, query: gallery_views.training_pictures(run, _number(query, "iteration") or 0),
-    "cluster": _lanes,
-    "money": lambda run, query: money(run),
-    "samples": lambda run, query: samples(run, _search(query)),
-    "sample": lambda run, query: sample(run, query.get("id", "")),
-    "log": lambda run, query: happened(run, _number(query, "before")),
-    "votes": lambda run, query: votes(run),
-    "logfile": lambda run, query: log_tail(run, query.get("name", "")),
+    "accounting": lambda given, run, query: accounting(run, given.limits),
+    "metrics": lambda given, run, query: given.metrics(run),
+    "curve": lambda given, run, query: given.curve(run, query.get("name", "")),
+    "overview": lambda _, run, query: overview(run),
+    "pictures": lambda _, run, query: gallery_views.gallery(run),
+    "evaluation": lambda _, run, query: gallery_views.pictures(run, _number(query, "iteration") or 0),
+    "training": lambda _, run, query: gallery_views.training_pictures(run, _number(query, "iteration") or 0),
+    "cluster": lambda _, run, query: _lanes(run, query),
+    "money": lambda _, run, query: money(run),
+    "samples": lambda _, run, query: samples(run, _search(query)),
+    "sample": lambda _, run, query: sample(run, query.get("id", "")),
+    "log": lambda _, run, query: happened(run, _number(query, "before")),
+    "votes": lambda _, run, query: votes(run),
+    "logfile": lambda _, run, query: log_tail(run, query.get("name", "")),
 }
-"""By path below ``api/runs/RUN/``; ``accounting``, ``metrics``, ``curve`` and ``audit`` besides."""
+"""By path below ``api/runs/RUN/``; ``audit`` besides."""

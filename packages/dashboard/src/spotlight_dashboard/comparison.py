@@ -139,8 +139,8 @@ def points(groups: Sequence[Seeds], count: int = COLUMNS) -> list[float]:
     if last <= 0:
         return []
     whole = all(float(x).is_integer() for group in groups for run in group.runs for x in run.x)
-    found = (last * part / count for part in range(1, count + 1))
-    return sorted({float(round(each)) for each in found} - {0.0}) if whole else list(found)
+    found = [*(last * part / count for part in range(1, count)), last]  # which all have come to, to the bit
+    return sorted({float(round(each)) for each in found} - {0.0}) if whole else found
 
 
 def interval(values: Sequence[float]) -> Interval | None:

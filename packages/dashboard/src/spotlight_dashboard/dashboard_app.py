@@ -23,7 +23,6 @@ from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal, TypeAlias
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
@@ -32,8 +31,8 @@ from starlette.middleware.gzip import GZipMiddleware
 from spotlight.store.ledger.ledger_queries import ran_out_of_time
 from spotlight_dashboard.answers import BadQueryError, RunAnswers
 from spotlight_dashboard.dashboard_keys import DashboardKeys
-from spotlight_dashboard.figures import Json
-from spotlight_dashboard.gate import Gate, add_sessions, text
+from spotlight_dashboard.figures import Axis, Json
+from spotlight_dashboard.gate import Gate, add_sessions, png, text
 from spotlight_dashboard.page_files import PAGE_FILES, page_file, plotly_bytes
 from spotlight_dashboard.prometheus import CONTENT_TYPE, SILENT_FIGURES, exposition
 from spotlight_dashboard.run_threads import ASKED_S
@@ -51,7 +50,6 @@ from spotlight_rewards.base.file_errors import StoreError
 _SAYS_EVERY_S = 15.0
 _RUNS_MAX = 31
 """Those that the page offers beside one."""
-Axis: TypeAlias = Literal["iteration", "samples", "hours", "usd"]
 
 
 def dashboard_app(places: Sequence[Path], keys: DashboardKeys, limits: RunLimits | None = None) -> FastAPI:
@@ -160,26 +158,16 @@ def _add_pictures(app: FastAPI, shown: ShownRuns) -> None:
         # The kind in full: a pattern would also take other addresses of four parts.
         @app.get(f"/api/runs/{{name}}/{kind}/{{iteration}}/{{index}}")
         async def picture(name: str, iteration: int, index: int) -> Response:
-            run = (await shown.look()).get(name)
-            found = (
-                await shown.ask(run, "picture", lambda run: picture_of(run, iteration, index, folder))
-                if run
-                else None
+            return png(
+                await shown.find(name, "picture", lambda run: picture_of(run, iteration, index, folder))
             )
-            if found is None:
-                return text(404, "no such picture")
-            return Response(found, media_type="image/png", headers={"Cache-Control": "no-cache"})
 
     for kind, folder in FOLDERS.items():
         add_pictures(kind, folder)
 
     @app.get("/api/runs/{name}/reference/{picture}")
     async def reference(name: str, picture: str) -> Response:
-        run = (await shown.look()).get(name)
-        found = await shown.ask(run, "picture", lambda run: reference_of(run, picture)) if run else None
-        if found is None:
-            return text(404, "no such picture")
-        return Response(found, media_type="image/png", headers={"Cache-Control": "no-cache"})
+        return png(await shown.find(name, "picture", lambda run: reference_of(run, picture)))
 
 
 async def _changes(request: Request, shown: ShownRuns) -> AsyncIterator[str]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 Json: TypeAlias = dict[str, object]
+Axis: TypeAlias = Literal["iteration", "samples", "hours", "usd"]
+"""What curves stand over."""
 
 
 def finite(value: object) -> float | None:

@@ -84,14 +84,12 @@ def add_sessions(app: FastAPI, keys: DashboardKeys) -> None:
     async def session(request: Request) -> Response:
         if refusal := not_from_here(request):
             return text(403, refusal)
-        body = bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > _BODY_MAX:
-                return text(413, f"more than {_BODY_MAX} bytes")
+        body = await body_of(request, _BODY_MAX)
+        if body is None:
+            return text(413, f"more than {_BODY_MAX} bytes")
         address = _address(request.scope)
         may_try = keys.guesses.may_try(address)
-        opened = keys.open_session(_token(bytes(body)), own_too=may_try)
+        opened = keys.open_session(_token(body), own_too=may_try)
         if opened is None:
             if not may_try:
                 return too_many()
@@ -121,6 +119,23 @@ def not_from_here(request: Request) -> str:
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         return "expected application/json"
     return from_another_site(request.headers)
+
+
+async def body_of(request: Request, bytes_max: int) -> bytes | None:
+    """What a request brings; None: more than that."""
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > bytes_max:
+            return None
+    return bytes(body)
+
+
+def png(found: bytes | None, cache: str = "no-cache") -> Response:
+    """A picture, if there is one."""
+    if found is None:
+        return text(404, "no such picture")
+    return Response(found, media_type="image/png", headers={"Cache-Control": cache})
 
 
 def text(status: int, found: str) -> PlainTextResponse:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing
 from dataclasses import dataclass
 from sqlite3 import Connection
 
@@ -98,7 +97,7 @@ def _ledger_figures(run: RunFolder) -> Iterator[RunFigure]:
     if run.readable(run.paths.ledger) is None:
         yield from _states("new")
         return
-    with closing(run.open_ledger()) as connection, queries.consistent_reading(connection):
+    with run.reading_ledger() as connection:
         attempts = read_attempts(connection)
         state = state_of(attempts)
         yield from _states(state)

@@ -10,7 +10,7 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -18,7 +18,7 @@ from sqlite3 import Connection
 
 import yaml
 
-from spotlight.store.ledger.ledger_queries import open_readonly
+from spotlight.store.ledger.ledger_queries import consistent_reading, open_readonly
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.store_errors import ODD_VALUES, LedgerError, told_odd
 from spotlight_dashboard.figures import finite
@@ -40,6 +40,12 @@ class RunFolder:
 
     name: str
     path: Path
+
+    @classmethod
+    def of(cls, directory: Path) -> RunFolder:
+        """A run that is named as its directory is."""
+        path = directory.resolve()
+        return cls(path.name, path)
 
     @property
     def paths(self) -> RunPaths:
@@ -64,6 +70,12 @@ class RunFolder:
     def open_ledger(self) -> Connection:
         """The ledger for :data:`READ_S`. Raises as :func:`open_readonly`."""
         return open_readonly(self.ledger(), READ_S)
+
+    @contextmanager
+    def reading_ledger(self) -> Iterator[Connection]:
+        """The ledger, all of one state, as :meth:`open_ledger` opens it. Raises LedgerError."""
+        with closing(self.open_ledger()) as connection, consistent_reading(connection):
+            yield connection
 
     def file(self, path: Path, bytes_max: int) -> bytes | None:
         """What the file holds, as :meth:`readable` finds it. Raises OSError."""

@@ -74,6 +74,11 @@ class ShownRuns:
                 return read.get()
         raise SilentRunError(run.name)
 
+    async def find(self, name: str, kind: str, work: Callable[[RunFolder], T]) -> T | None:
+        """As :meth:`ask`, of the run of that name; None if there is none."""
+        run = (await self.look()).get(name)
+        return None if run is None else await self.ask(run, kind, work)
+
     async def _look(self) -> None:
         self._folders |= _told(await self.threads.each("places", self.places, folders_at))
         folders = [each for place in self.places for each in self._folders.get(place, [])]

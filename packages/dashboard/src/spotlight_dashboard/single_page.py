@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 from spotlight_dashboard.answers import RunAnswers
@@ -16,7 +17,7 @@ from spotlight_dashboard.views.overview import headline
 from spotlight_rewards.base.output_files import require_place, write_file
 
 _EVALUATIONS_MAX, _TRAINED_MAX, _TRAINED_SHARE = 12, 6, 0.05
-_CURVES_MAX = 300
+_CURVES_MAX, _LOGS_MAX = 300, 5
 _UNESCAPED = "!'()*~-_."
 """By JavaScript's encodeURIComponent."""
 _PLAIN = ("overview", "accounting", "pictures", "cluster", "money", "samples", "log", "metrics")
@@ -67,12 +68,13 @@ def _inlined(run: RunFolder) -> Json:
     given = RunAnswers()
     answers: dict[str, Json | None] = {what: given.answer(run, what, {}) for what in _PLAIN}
     answers["audit"] = given.answer(run, "audit", {"now": "1"})
-    for name in _names(answers["metrics"])[:_CURVES_MAX]:
+    for name in [each["name"] for each in _listed(answers["metrics"], "names")][:_CURVES_MAX]:
         answers[_key("curve", name=name)] = given.answer(run, "curve", {"name": name})
-    answers[_key("samples", moved="1")] = given.answer(run, "samples", {"moved": "1"})
-    for name in _sample_ids(answers["samples"], answers[_key("samples", moved="1")]):
+    moved = answers[_key("samples", moved="1")] = given.answer(run, "samples", {"moved": "1"})
+    listed = _listed(answers["samples"], "samples") + _listed(moved, "samples")
+    for name in dict.fromkeys(each["id"] for each in listed):
         answers[_key("sample", id=name)] = given.answer(run, "sample", {"id": name})
-    for name in _logs(answers["log"]):
+    for name in _listed(answers["log"], "logs")[:_LOGS_MAX]:
         answers[_key("logfile", name=name)] = given.answer(run, "logfile", {"name": name})
     drawn = _drawn(answers["pictures"], "iterations", _EVALUATIONS_MAX)
     budget = PictureBudget()
@@ -97,8 +99,7 @@ def _inlined(run: RunFolder) -> Json:
 
 def _drawn(answer: Json | None, kind: str, most: int) -> list[int]:
     """At most so many iterations: first and last before those between, evenly."""
-    iterations = answer[kind] if answer else []
-    assert isinstance(iterations, list)
+    iterations = _listed(answer, kind)
     if len(iterations) > most:
         last = len(iterations) - 1
         places = {round(at * last / (most - 1)) for at in range(most)}
@@ -106,26 +107,10 @@ def _drawn(answer: Json | None, kind: str, most: int) -> list[int]:
     return [*iterations[:1], *iterations[:0:-1]]
 
 
-def _names(answer: Json | None) -> list[str]:
-    names = answer["names"] if answer else []
-    assert isinstance(names, list)
-    return [each["name"] for each in names]
-
-
-def _sample_ids(*answers: Json | None) -> list[str]:
-    """The samples listed, each once."""
-    names: dict[str, None] = {}
-    for answer in answers:
-        samples = answer["samples"] if answer else []
-        assert isinstance(samples, list)
-        names |= dict.fromkeys(each["id"] for each in samples)
-    return list(names)
-
-
-def _logs(answer: Json | None) -> list[str]:
-    logs = answer["logs"] if answer else []
-    assert isinstance(logs, list)
-    return logs[:5]
+def _listed(answer: Json | None, what: str) -> list[Any]:
+    found = answer[what] if answer else []
+    assert isinstance(found, list)
+    return found
 
 
 def _key(what: str, **query: str) -> str:

@@ -13,9 +13,8 @@ from __future__ import annotations
 import json
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import PlainTextResponse
 
-from spotlight_dashboard.gate import not_from_here
+from spotlight_dashboard.gate import body_of, not_from_here, png, text
 from spotlight_dashboard.run_folders import RunFolder
 from spotlight_dashboard.shown_runs import ShownRuns
 from spotlight_dashboard.views.votes import ballot_box, ballot_picture
@@ -33,45 +32,34 @@ def add_votes(app: FastAPI, shown: ShownRuns) -> None:
 
     @app.get("/api/runs/{name}/ballots/{ballot}/{picture}")
     async def picture(name: str, ballot: str, picture: str) -> Response:
-        run = (await shown.look()).get(name)
-        found = (
-            None
-            if run is None
-            else await shown.ask(run, "ballot picture", lambda run: ballot_picture(run, ballot, picture))
-        )
-        if found is None:
-            return PlainTextResponse("no such picture", 404)
-        return Response(found, media_type="image/png")
+        found = await shown.find(name, "ballot picture", lambda run: ballot_picture(run, ballot, picture))
+        return png(found, cache="no-store")
 
     @app.post("/api/runs/{name}/ballots/{ballot}")
     async def cast(name: str, ballot: str, request: Request) -> Response:
         if refusal := not_from_here(request):
-            return PlainTextResponse(refusal, 403)
-        body = bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > BODY_MAX:
-                return PlainTextResponse(f"a vote of more than {BODY_MAX} bytes", 413)
-        run = (await shown.look()).get(name)
-        if run is None:
-            return PlainTextResponse("no such ballot", 404)
-        return await shown.ask(run, "vote", lambda run: recorded(run, ballot, bytes(body)))
+            return text(403, refusal)
+        body = await body_of(request, BODY_MAX)
+        if body is None:
+            return text(413, f"a vote of more than {BODY_MAX} bytes")
+        answer = await shown.find(name, "vote", lambda run: recorded(run, ballot, body))
+        return answer or text(404, "no such ballot")
 
 
 def recorded(run: RunFolder, ballot: str, body: bytes) -> Response:
     """The answer to a vote, which is written if it is one."""
     box = ballot_box(run)
     if box is None:
-        return PlainTextResponse("no such ballot", 404)
+        return text(404, "no such ballot")
     try:
         ranking, voter = read_vote(body)
         box.vote(ballot, ranking, voter)
     except NoSuchBallotError as error:
-        return PlainTextResponse(str(error), 409)
+        return text(409, str(error))
     except ValueError as error:
-        return PlainTextResponse(str(error), 400)
+        return text(400, str(error))
     except OSError as error:
-        return PlainTextResponse(f"the vote cannot be written: {error.strerror or error}", 507)
+        return text(507, f"the vote cannot be written: {error.strerror or error}")
     return Response("{}", media_type="application/json")
 
 

@@ -9,12 +9,13 @@ import math
 from collections.abc import Iterator, Sequence
 from glob import glob
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
 from spotlight.cli.run_argument import RUNS, find_run
+from spotlight_dashboard.figures import Axis
 from spotlight_rewards.base.errors import UserError
 from spotlight_rewards.base.output_files import write_file
 from spotlight_rewards.base.terminal import TextConsole
@@ -23,8 +24,6 @@ from spotlight_rewards.commands.exit_codes import errors_without_traceback
 if TYPE_CHECKING:
     from spotlight_dashboard.comparison import CurveChange, Interval, RunCurve, Seeds
     from spotlight_dashboard.views.curves import CurveColumns
-
-Axis: TypeAlias = Literal["iteration", "samples", "hours", "usd"]
 
 
 def compare(
@@ -116,7 +115,7 @@ def _columns(directory: Path) -> CurveColumns:
     from spotlight_dashboard.run_folders import RunFolder
     from spotlight_dashboard.views.curves import CurveReader
 
-    with CurveReader(RunFolder(directory.name, directory.resolve())).columns() as columns:
+    with CurveReader(RunFolder.of(directory)).columns() as columns:
         return columns
 
 
@@ -126,13 +125,12 @@ def _read(directory: Path, name: str, by: Axis) -> RunCurve:
     from spotlight_dashboard.views.curves import ALL_POINTS, curve, read_booked
     from spotlight_dashboard.views.means import run_curve
 
-    path = directory.resolve()
-    folder = RunFolder(path.name, path)
+    folder = RunFolder.of(directory)
     changed = changed_keys(load_dump(folder.paths.config, installed=False))
     settings = {key: value for key, (value, _) in changed.items()}
     with folder.values():
         booked = read_booked(folder, dollars=by == "usd")
-        return run_curve(path.name, settings, curve(_columns(directory), name, booked, ALL_POINTS), by)
+        return run_curve(folder.name, settings, curve(_columns(directory), name, booked, ALL_POINTS), by)
 
 
 def _known(groups: Sequence[Seeds]) -> str:

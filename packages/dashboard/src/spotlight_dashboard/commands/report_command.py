@@ -31,5 +31,5 @@ def report(
         from spotlight_dashboard.run_folders import RunFolder
         from spotlight_dashboard.single_page import write_page
 
-        write_page(RunFolder(directory.resolve().name, directory.resolve()), html)
+        write_page(RunFolder.of(directory), html)
         typer.echo(f"{printable(html)} ({size(html.stat().st_size)})")

@@ -35,7 +35,7 @@ def why(
         from spotlight_dashboard.views.findings import RunLimits
         from spotlight_dashboard.views.overview import history_and_findings
 
-        folder = RunFolder(directory.resolve().name, directory.resolve())
+        folder = RunFolder.of(directory)
         with folder.values():
             _, found = history_and_findings(folder, RunLimits())
     if as_json:

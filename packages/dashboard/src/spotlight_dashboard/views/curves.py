@@ -6,13 +6,12 @@ import os
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from sqlite3 import Connection
 from threading import Lock
 from typing import TypeAlias
 
-from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.course_changes import CourseChange, changes_by_iteration, read_course
 from spotlight.store.metrics import (
     ITERATION,
@@ -30,7 +29,6 @@ from spotlight_dashboard.run_folders import RunFolder
 from spotlight_rewards.base.file_errors import StoreError
 from spotlight_rewards.base.files import open_regular, read_regular
 
-AXES = ("iteration", "samples", "hours", "usd")
 POINTS_MAX = 600
 ALL_POINTS = 10**9
 METRICS_BYTES_MAX = 512 << 20
@@ -202,7 +200,7 @@ def read_booked(run: RunFolder, *, dollars: bool = True) -> Booked:
     """From a run's ledger, if there is one. Raises :class:`LedgerError` if it cannot be read."""
     if run.readable(run.paths.ledger) is None:
         return Booked()
-    with closing(run.open_ledger()) as connection, queries.consistent_reading(connection):
+    with run.reading_ledger() as connection:
         return Booked(spent_usd(connection) if dollars else None, read_course(connection))
 
 

@@ -8,7 +8,6 @@ which they were booked.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import dataclass, field
 from sqlite3 import Connection
 
@@ -51,16 +50,14 @@ def lanes(run: RunFolder, last_s: float | None = None, page: int = 0) -> Json:
     Raises:
         LedgerError: there is no ledger, or it cannot be read.
     """
-    with (
-        closing(run.open_ledger()) as connection,
-        queries.consistent_reading(connection),
-    ):
+    with run.reading_ledger() as connection:
         found = _known(connection)
         end = max((lane.left_at for lane in found.values()), default=0.0)
         first = min((lane.joined_at for lane in found.values()), default=0.0)
         start = first if last_s is None else max(first, end - last_s)
         shown = [lane for lane in found.values() if lane.left_at > start]
-        for attempt, worker, phase, seconds in _bills(connection, _in_order(shown, page)):
+        drawn = _in_order(shown, page)
+        for attempt, worker, phase, seconds in _bills(connection, drawn):
             lane = found[attempt, worker]
             if lane.clock + seconds > start:
                 lane.stretches.append((max(lane.clock, start), lane.clock + seconds, phase))
@@ -76,7 +73,7 @@ def lanes(run: RunFolder, last_s: float | None = None, page: int = 0) -> Json:
         "end": end,
         "first": first,
         "phases": PHASES,
-        "lanes": [_drawn(found[key], cell_s) for key in _in_order(shown, page)],
+        "lanes": [_drawn(found[key], cell_s) for key in drawn],
         "total": len(shown),
         "page": page,
         "page_size": LANES_MAX,

@@ -8,10 +8,10 @@ from operator import itemgetter
 from typing import Any
 
 from spotlight_dashboard.comparison import DRAWN, CurveChange, RunCurve, Seeds, grouped, points
-from spotlight_dashboard.figures import Json
+from spotlight_dashboard.figures import Axis, Json
 
 
-def run_curve(name: str, settings: Mapping[str, object], found: Mapping[str, Any], axis: str) -> RunCurve:
+def run_curve(name: str, settings: Mapping[str, object], found: Mapping[str, Any], axis: Axis) -> RunCurve:
     """The curve over ``axis``; ``settings`` as of :class:`RunCurve`, or all there are."""
     known = ((x, y) for x, y in zip(found[axis], found["y"], strict=True) if None not in (x, y))
     pairs = sorted(known, key=itemgetter(0))  # of one x, as they came

@@ -5,7 +5,6 @@ forecast of a run that holds a deadline or a budget.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import closing
 from sqlite3 import Connection
 
 from spotlight.scheduler.types import Phase
@@ -28,10 +27,7 @@ def money(run: RunFolder) -> Json:
         LedgerError: there is no ledger, or it cannot be read.
     """
     settings = run.settings()
-    with (
-        closing(run.open_ledger()) as connection,
-        queries.consistent_reading(connection),
-    ):
+    with run.reading_ledger() as connection:
         phases = connection.execute(
             "SELECT phase, SUM(seconds), SUM(seconds * price_usd_h) / 3600 FROM gpu_seconds GROUP BY phase"
         ).fetchall()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from sqlite3 import Connection, Error
@@ -28,7 +27,7 @@ from spotlight_dashboard.views.findings import RunFinding, RunLimits, RunOutlook
 from spotlight_dashboard.views.lanes import node_of
 from spotlight_dashboard.views.money import forecast, target
 from spotlight_dashboard.views.trends import Validated
-from spotlight_dashboard.views.votes import asks_people
+from spotlight_dashboard.views.vote_rounds import vote_curve
 from spotlight_rewards.base.file_errors import StoreError
 
 AUTOMATIC_BYTES_MAX = 256 << 20
@@ -65,10 +64,7 @@ def overview(run: RunFolder) -> Json:
     begun: Json = {"name": run.name, "planned": planned, "about": about(settings)}
     if run.readable(run.paths.ledger) is None:
         return {**begun, "state": "new", "iterations": 0, "validations": [], "changes": [], "row": {}}
-    with (
-        closing(run.open_ledger()) as connection,
-        queries.consistent_reading(connection),
-    ):
+    with run.reading_ledger() as connection:
         (iterations,) = connection.execute(ITERATIONS).fetchone()
         attempts = read_attempts(connection)
         worked_s = queries.worked_s(connection)
@@ -119,11 +115,11 @@ def headline(run: RunFolder) -> Json:
     """Name, state and iterations, for the list of runs; ``unreadable`` whatever is wrong with it."""
     begun: Json = {"name": run.name, "iterations": 0, "planned": None}
     try:
-        begun["asks_people"] = asks_people(run)
+        begun["asks_people"] = vote_curve(run) is not None
         begun["planned"] = run.settings().whole("iterations")
         if run.readable(run.paths.ledger) is None:
             return {**begun, "state": "new"}
-        with closing(run.open_ledger()) as connection:
+        with run.reading_ledger() as connection:
             (iterations,) = connection.execute(ITERATIONS).fetchone()
             return {**begun, "state": state_of(read_attempts(connection)), "iterations": iterations}
     except UNREADABLE as error:
@@ -154,11 +150,11 @@ def accounting(run: RunFolder, limits: RunLimits) -> Json:
         "rejected": counts.rejected,
         "undone": history.undone,
         "filled_s": {filler.words: spent for filler, spent in history.filled_s.items()},
-        "incidents": _incident_counts(history),
-        "findings": [
-            {"name": each.name, "finding": each.finding, "remedy": each.remedy, "serious": each.serious}
-            for each in found
-        ],
+        "incidents": {
+            f"{kind.value} ({'spot' if spot else 'reserved'})": number
+            for (kind, spot), number in history.incidents.items()
+        },
+        "findings": [asdict(each) for each in found],
     }
 
 
@@ -167,7 +163,7 @@ def history_and_findings(run: RunFolder, limits: RunLimits) -> tuple[History, li
     run.ledger()
     history = read_history(run.path, READ_S)
     seconds = history.gpu_seconds_by_phase
-    with closing(run.open_ledger()) as connection:
+    with run.reading_ledger() as connection:
         gone_at = spot_gone_at(connection) if history.state == "running" else None
         ahead = outlook(run, connection) if limits.look_ahead else None
     rows = [row for row in recent_rows(run, _REMEMBERED) if LOSS in row]
@@ -270,13 +266,6 @@ def outlook(run: RunFolder, connection: Connection) -> RunOutlook:
         queries.cost_usd(connection) + (finite(usd_left) or 0.0),
         (queries.worked_s(connection) + (left_s or 0.0)) / 3600,
     )
-
-
-def _incident_counts(history: History) -> Json:
-    found: Json = {}
-    for (kind, spot), number in history.incidents.items():
-        found[f"{kind.value} ({'spot' if spot else 'reserved'})"] = number
-    return found
 
 
 def _bytes(path: Path) -> int:

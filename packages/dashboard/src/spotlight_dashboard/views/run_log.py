@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import closing
 
-from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.history import read_attempts
 from spotlight_dashboard.figures import Json
 from spotlight_dashboard.run_folders import LOG_NAME, RunFolder
@@ -23,10 +21,7 @@ def happened(run: RunFolder, before: int | None = None) -> Json:
     Raises:
         LedgerError: there is no ledger, or it cannot be read.
     """
-    with (
-        closing(run.open_ledger()) as connection,
-        queries.consistent_reading(connection),
-    ):
+    with run.reading_ledger() as connection:
         attempts = read_attempts(connection)
         incidents = connection.execute(
             f"SELECT {', '.join(_INCIDENT)} FROM incidents WHERE id < COALESCE(?, id + 1)"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import dataclass
 
 from spotlight.store.ledger import ledger_queries as queries
@@ -54,10 +53,7 @@ def samples(run: RunFolder, search: SampleSearch) -> Json:
     Raises:
         LedgerError: there is no ledger, or it cannot be read.
     """
-    with (
-        closing(run.open_ledger()) as connection,
-        queries.consistent_reading(connection),
-    ):
+    with run.reading_ledger() as connection:
         conditions = list(_conditions(search, leased=queries.has_table(connection, "leases")))
         where = f" WHERE {' AND '.join(condition for condition, _ in conditions)}" if conditions else ""
         query = f"{_LISTED}{where} ORDER BY rollouts.seq DESC LIMIT {PAGE_SIZE + 1}"
@@ -107,10 +103,7 @@ def sample(run: RunFolder, rollout: str) -> Json | None:
     Raises:
         LedgerError: there is no ledger, or it cannot be read.
     """
-    with (
-        closing(run.open_ledger()) as connection,
-        queries.consistent_reading(connection),
-    ):
+    with run.reading_ledger() as connection:
         connection.row_factory = sqlite3.Row
         issued = connection.execute(
             "SELECT rollouts.*, text, metadata FROM rollouts JOIN prompts ON prompts.id = prompt"

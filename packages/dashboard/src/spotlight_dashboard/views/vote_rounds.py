@@ -40,7 +40,7 @@ def rounds(run: RunFolder) -> list[Json]:
         scores = found[iteration][rollout.rpartition("-")[0]].setdefault(rollout, {})
         if value is not None:
             scores[name] = value
-    vote = vote_curve(run)
+    vote = vote_curve(run) or "vote"
     summaries = {
         at: summary(vote, [[*members.values()] for members in groups.values()])
         for at, groups in sorted(found.items(), reverse=True)
@@ -50,11 +50,11 @@ def rounds(run: RunFolder) -> list[Json]:
     ]
 
 
-def vote_curve(run: RunFolder) -> str:
-    """The curve of the run's reward ``vote``."""
+def vote_curve(run: RunFolder) -> str | None:
+    """The curve of the run's reward ``vote``; None: it has none."""
     rewards = run.settings().tree.get("rewards")
     found = [each for each in rewards if isinstance(each, dict)] if isinstance(rewards, list) else []
-    return next((str(each.get("label") or "vote") for each in found if each.get("name") == "vote"), "vote")
+    return next((str(each.get("label") or "vote") for each in found if each.get("name") == "vote"), None)
 
 
 def summary(vote: str, groups: Sequence[Sequence[Scores]]) -> Json:

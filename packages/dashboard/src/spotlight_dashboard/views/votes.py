@@ -38,7 +38,7 @@ def votes(run: RunFolder) -> Json:
     return {
         "ballots": shown,
         "more": len(waiting) - len(shown),
-        "curve": vote_curve(run),
+        "curve": vote_curve(run) or "vote",
         "rounds": rounds(run),
     }
 
@@ -48,11 +48,3 @@ def ballot_picture(run: RunFolder, ballot: str, name: str) -> bytes | None:
     box = ballot_box(run)
     path = None if box is None else box.picture(ballot, name)
     return None if path is None else run.file(path, PICTURE_BYTES_MAX)
-
-
-def asks_people(run: RunFolder) -> bool:
-    """Whether one of its rewards is ``vote``."""
-    rewards = run.settings().tree.get("rewards")
-    return isinstance(rewards, list) and any(
-        isinstance(each, dict) and each.get("name") == "vote" for each in rewards
-    )
