@@ -19,7 +19,7 @@ from typing import Any, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from spotlight_rewards.geneval.requirements import MetadataFormat, Requirement, Requirements, require_one_each
+from spotlight_rewards.geneval.requirements import MetadataFormat, Requirement, Requirements
 from spotlight_rewards.reward import Image, RewardInputError, takes_videos
 from spotlight_rewards.reward_facts import Example, Reads, RewardFacts
 from spotlight_rewards.shapes import (
@@ -29,6 +29,7 @@ from spotlight_rewards.shapes import (
     TrainOn,
     detect,
     graded_score,
+    require_one_each,
 )
 
 DIRECTIONS: Mapping[str, tuple[int, int]] = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}

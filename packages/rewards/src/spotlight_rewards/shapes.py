@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from scipy import ndimage
 from scipy.optimize import linear_sum_assignment
 
-from spotlight_rewards.geneval.requirements import MetadataFormat, Requirement, Requirements, require_one_each
+from spotlight_rewards.geneval.requirements import MetadataFormat, Requirement, Requirements
 from spotlight_rewards.geneval.verdicts import direction
 from spotlight_rewards.reward import Function, Image, RewardInputError
 from spotlight_rewards.reward_facts import Example, Reads, RewardFacts
@@ -123,6 +123,20 @@ def shapes(
         strict.append(strict_score(components, requirements))
         graded.append(graded_score(components, requirements))
     return {"score": list(graded if train_on == "graded" else strict), "strict": strict, "graded": graded}
+
+
+def require_one_each(
+    images: Sequence[object],
+    prompts: Sequence[str],
+    metadata: Sequence[Mapping[str, Any]],
+    kind: str = "images",
+) -> None:
+    """Raise ValueError unless there are as many of each."""
+    if not len(images) == len(prompts) == len(metadata):
+        raise ValueError(
+            f"got {len(images)} {kind}, {len(prompts)} prompts and {len(metadata)} metadata records; "
+            "give one of each per sample"
+        )
 
 
 def check(

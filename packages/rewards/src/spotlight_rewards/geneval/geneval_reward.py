@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from spotlight_rewards.geneval.requirements import MetadataFormat, Requirements, require_one_each
+from spotlight_rewards.geneval.requirements import MetadataFormat, Requirements
 from spotlight_rewards.geneval.verdicts import (
     OBJECTS_MAX,
     Colors,
@@ -84,7 +84,11 @@ class GenEval(Reward):
         self, images: Sequence[Image], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
     ) -> Curves:
         """Raises ValueError: lengths differ, a picture is too elongated, or outputs are not finite."""
-        require_one_each(images, prompts, metadata)
+        if not len(images) == len(prompts) == len(metadata):
+            raise ValueError(
+                f"got {len(images)} images, {len(prompts)} prompts and {len(metadata)} metadata records; "
+                "give one of each per sample"
+            )
         wanted = [_wanted(prompt, record) for prompt, record in zip(prompts, metadata, strict=True)]
         finder, classifier = self._models
         present = [

@@ -106,17 +106,3 @@ class MetadataFormat:
             f"{self.reward} reward: metadata field {field!r} of prompt {prompt!r} {state}; expected "
             f"{expected}. Correct the prompt's line in the metadata file (GenEval's format)."
         )
-
-
-def require_one_each(
-    images: Sequence[object],
-    prompts: Sequence[str],
-    metadata: Sequence[Mapping[str, Any]],
-    kind: str = "images",
-) -> None:
-    """Raise ValueError unless there are as many of each."""
-    if not len(images) == len(prompts) == len(metadata):
-        raise ValueError(
-            f"got {len(images)} {kind}, {len(prompts)} prompts and {len(metadata)} metadata records; "
-            "give one of each per sample"
-        )
