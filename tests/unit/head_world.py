@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from fake_learner import name_of
@@ -276,19 +276,24 @@ class FakeWorker:
         return max((grant.lease.id for grant in self.granted), default=0)
 
 
+class FakeMachine(NamedTuple):
+    ray_id: str
+
+
 class FakeNodes:
     """Machines that exist in events only; also where a learner that moves is."""
 
     def __init__(self) -> None:
-        self.machines: dict[NodeId, Node] = {}
+        self.machines: dict[NodeId, FakeMachine] = {}
         self.parts: dict[NodeId, tuple[Node, ...]] = {}
         self.placed: Mapping[NodeId, int] = {}
         self.rolling: list[bool] = []
         """Whether anything rolls out, each time that a standstill was looked for."""
-        self.spares = None
+        self.spares: Any = None
 
     def enter(self, machine: Node) -> None:
-        self.machines[machine.id], self.parts[machine.id] = machine, (machine,)
+        self.machines[machine.id] = FakeMachine(f"ray of {machine.id}")
+        self.parts[machine.id] = (machine,)
 
     def assign(self, effect: ef.AssignRoles) -> list[NodeId]:
         before = self.parts.get(effect.machine, ())

@@ -8,6 +8,7 @@ import re
 import resource
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 import typer
@@ -120,9 +121,13 @@ def test_the_help_names_every_command() -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_a_sentence_and_an_example(command: str) -> None:
-    result = CliRunner().invoke(app, [command, "--help"])
+    result = CliRunner(env={"COLUMNS": "80"}).invoke(app, [command, "--help"])
     assert result.exit_code == 0
     assert f"spotlight {command}" in result.output.split("Example")[1]
+    about = [line.strip() for line in result.output.partition("Example")[0].splitlines()]
+    for line, following in pairwise(about):
+        if line and following and not following.startswith("Exit status:"):
+            assert len(f" {line} {following.split()[0]} ") > 80, "a line ends before the terminal does"
 
 
 def test_every_option_is_explained() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from head_world import PICTURE, RESERVED, SPOT, World, world
 
 from spotlight.cluster.blobs.blob_server import TRACE
 from spotlight.cluster.remote_calls import AbandonedError, RayLostError
+from spotlight.cluster.workers.worker_pool import WorkerPool
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.cluster.recovery import Recovery
@@ -214,6 +216,24 @@ def test_a_learner_at_work_whose_node_stops_is_ended_and_what_it_did_is_undone(t
     assert it.controller.cluster.recoveries[Recovery.LEARNER_EVICTED] == 1
     assert len(it.learner.restored) == 2
     assert clean(tmp_path).counts.trained == TRAINED
+
+
+def test_processes_of_a_machine_that_changes_its_role_wait_to_be_the_learner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[object] = []
+    with world(tmp_path, MOVES) as it:
+        it.join(LEARNER, SPOT)
+        it.nodes.enter(SPOT)
+        it.nodes.spares = SimpleNamespace(release=lambda *which: done.append(which))
+        monkeypatch.setattr(WorkerPool, "release", lambda _, nodes: ([*nodes, "able"], ["unfit"]))
+        monkeypatch.setattr(it.learner, "leave", done.append, raising=False)
+        trains = replace(SPOT, id=NodeId("part"), trains=True, rolls_out=False)
+        it.head._assign(ef.AssignRoles(SPOT.id, (trains,)))
+        assert done == [("ray of s", [SPOT.id, "able"], ["unfit"])]
+        it.head._assign(ef.AssignRoles(SPOT.id, (SPOT,)))
+        # Whatever waits there to be the learner goes: its slots are for workers again.
+        assert done[1:] == [("ray of s", ["part", "able"], ["unfit"]), "ray of s"]
 
 
 def test_a_notice_before_the_run_began_moves_the_learner_once_it_has(tmp_path: Path) -> None:

@@ -72,6 +72,7 @@ def measure_peak(device: torch.device, work: Callable[[], T]) -> tuple[T, int]:
     if device.type == "cuda":
         with measured_peak(device) as peak_bytes:
             return work(), peak_bytes()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it says on stderr that it begins and ends
     with profile(use_kineto=True, profile_memory=True) as profiler:
         result = work()
     held = peak = 0

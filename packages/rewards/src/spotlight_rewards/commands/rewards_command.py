@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from spotlight_rewards.base.terminal import TextConsole
+from spotlight_rewards.commands.any_terminal import AnyTerminal
 from spotlight_rewards.commands.exit_codes import EXIT_STOPPED_BY_ERROR, errors_without_traceback
 from spotlight_rewards.commands.options import silence_loading_bars
 from spotlight_rewards.commands.reward_argument import (
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from spotlight_rewards.reward_config import RewardConfig
     from spotlight_rewards.reward_facts import RewardFacts
 
-rewards_app = typer.Typer(invoke_without_command=True)
+rewards_app = typer.Typer(cls=AnyTerminal, invoke_without_command=True)
 
 
 @rewards_app.callback()
