@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import sqlite3
 from collections.abc import Mapping
 from contextlib import closing
@@ -20,6 +22,7 @@ from spotlight.runtime.assembly.controller_plan import cluster_plan_of
 from spotlight.scheduler.events import NodeLost
 from spotlight.scheduler.types import NodeId
 from spotlight.store.ledger.ledger_schema import SCHEMA
+from spotlight.store.run_estimate import RunPace
 from spotlight_plan.calibration.measured_profile import (
     INCLUDED,
     measured_profile,
@@ -28,6 +31,7 @@ from spotlight_plan.calibration.measured_profile import (
 )
 from spotlight_plan.calibration.run_prediction import predict_run, replayed
 from spotlight_plan.calibration.run_times import read_run_times
+from spotlight_plan.commands.estimate.estimate_pace import estimate_pace
 from spotlight_plan.scenarios.profile import Profile, figures, load_profile
 from spotlight_plan.scenarios.profile_costs import ProfileCosts
 from spotlight_rewards.base.errors import ConfigError
@@ -407,6 +411,23 @@ def test_runs_of_different_models_are_not_mixed(tmp_path: Path) -> None:
     other = read_run_times(write_run(tmp_path / "b", "model.path=mine"))
     with pytest.raises(ConfigError, match=r"model.path: found run a .*: testbed, run b .*: mine"):
         measured_profile([one, other])
+
+
+def test_a_run_that_gives_no_profile_hides_no_other_figures_from_an_estimate(tmp_path: Path) -> None:
+    measured, alone = write_run(tmp_path / "measured"), write_run(tmp_path / "alone")
+    changed(alone, "UPDATE gpu_seconds SET worker = 'reserved-0/0'")  # where the learner's slots roll out
+    with pytest.raises(ConfigError, match="expected workers that only roll out"):
+        measured_profile([read_run_times(alone)])
+    write_run(tmp_path / "wider", "rollout.height=64", "rollout.width=64")
+    os.utime(measured / "metrics.jsonl", (T0, T0))
+    config = load_config(None, [*SETTINGS, f"runs_dir={tmp_path}", "fleet.spot.nodes=3"])
+    found = estimate_pace(config, 1)
+    assert isinstance(found, RunPace), found
+    assert "the figures of the run measured" in found.rests_on
+    shutil.rmtree(measured)
+    shipped = estimate_pace(config, 1)
+    assert isinstance(shipped, RunPace), shipped
+    assert "testbed-cpu" in shipped.rests_on
 
 
 def test_the_commands_write_a_profile_and_predict_with_it(tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ def test_what_moves_most_is_on_top_and_no_target_is_the_farthest() -> None:
 def test_the_page_begins_with_the_verdict() -> None:
     file, found, explained = planned()
     assert found.answer is not None
-    said = plan_verdict(file, found, explained)
+    said = plan_verdict(found, explained)
     assert re.fullmatch(
         r"The planner's cluster, .*, reaches the target in [\d.-]+ h for \$[\d.-]+: [\d.-]+ times as fast as "
         r"the scenario's 4 reserved H100, reserved_only \([\d.-]+ h\), and costs [\d-]+ % of its \$[\d.-]+\.",

@@ -16,15 +16,9 @@ from spotlight_plan import estimates as candidate_estimates
 from spotlight_plan import search as planning_search
 from spotlight_plan.candidates import grid, prepared_for
 from spotlight_plan.closed_form import ClosedForm
-from spotlight_plan.compare import (
-    PREVIEWS_WANTED,
-    ComparedStrategy,
-    SimulationOutcome,
-    SimulationTask,
-    honest_target,
-    run_task,
-)
+from spotlight_plan.compare import ComparedStrategy, SimulationOutcome, SimulationTask, run_task
 from spotlight_plan.explanation.sensitivity import sensitivity_of
+from spotlight_plan.learning_speed import PREVIEWS_WANTED, honest_target
 from spotlight_plan.pages.comparison_summary import notes_of, table_of
 from spotlight_plan.scenarios.prepare import prepare
 from spotlight_plan.scenarios.prepared_scenario import Prepared

@@ -428,6 +428,12 @@ def test_commands_that_only_the_user_knows_are_placeholders_that_start_nothing(t
     require_launch(tmp_path, file, str(own))  # the commands alone are refused only beside another answer
 
 
+def test_the_repository_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = read_templates()
+    monkeypatch.chdir(tmp_path)
+    assert read_templates() == here
+
+
 def test_what_no_answer_could_be_launched_with_is_reported_before_the_search(tmp_path: Path) -> None:
     file = small("workload.prompts=32")
     require_launch(tmp_path / "new", file, CONFIG)

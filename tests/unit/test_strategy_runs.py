@@ -201,11 +201,11 @@ def test_candidates_without_a_target_come_last_and_hide_none_behind_them() -> No
     ]
     worse = replace(result, confirmed=tuple(missed))
     assert worse.nearest == found[1]
-    assert "5.00 h" in answer_text(prepared().file, worse)
+    assert "5.00 h" in answer_text(worse)
     fewer = replace(worse, evaluated=tuple(found[2:]))
-    assert "8.00 h" in answer_text(prepared().file, fewer)
-    assert "which simulated misses it" in answer_text(prepared().file, fewer)
-    assert [line.cells[1] for line in lines_of(prepared().file, result, every=True)] == [
+    assert "8.00 h" in answer_text(fewer)
+    assert "which simulated misses it" in answer_text(fewer)
+    assert [line.cells[1] for line in lines_of(result, every=True)] == [
         hours(time) for time in (3.0, 4.0, 5.0, math.nan)
     ]
 

@@ -91,9 +91,13 @@ class MachinePrice:
 
 def gpu_types_of(file: ScenarioFile) -> tuple[str, ...]:
     """GPU types that may be planned with, reserved or spot."""
-    wish, pools = file.plan, file.cluster
-    types = wish.gpu_types or tuple(load_profile(file.workload.profile).gpus)
-    return tuple(dict.fromkeys((*types, *wish.spot_gpu_types, pools.reserved.gpu_type, pools.spot.gpu_type)))
+    pools = file.cluster
+    own = pools.reserved.gpu_type, pools.spot.gpu_type
+    return tuple(dict.fromkeys((*_types(file), *file.plan.spot_gpu_types, *own)))
+
+
+def _types(file: ScenarioFile) -> tuple[str, ...]:
+    return file.plan.gpu_types or tuple(load_profile(file.workload.profile).gpus)
 
 
 def grid(file: ScenarioFile, quotes: Sequence[Quote]) -> tuple[list[Candidate], list[tuple[str, str]]]:
@@ -104,8 +108,7 @@ def grid(file: ScenarioFile, quotes: Sequence[Quote]) -> tuple[list[Candidate], 
     """
     wish, pools = file.plan, file.cluster
     own = pools.reserved.gpu_type, pools.spot.gpu_type
-    types = wish.gpu_types or tuple(load_profile(file.workload.profile).gpus)
-    pairs = [(name, other) for name in types for other in wish.spot_gpu_types or (name,)]
+    pairs = [(name, other) for name in _types(file) for other in wish.spot_gpu_types or (name,)]
     if own[0] != own[1] and own not in pairs:
         pairs.append(own)
     found: dict[Candidate, None] = {}

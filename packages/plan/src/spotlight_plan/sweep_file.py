@@ -199,7 +199,7 @@ def _problem(location: tuple[int | str, ...], kind: str, found: object, message:
         section: type[BaseModel] = SweepFile
         if location[0] == "search":
             section = Between if "space" in location else OptunaSection
-        known = sorted(section.model_fields) if len(location) > 1 else sorted(SweepFile.model_fields)
+        known = sorted(section.model_fields)
         remedy = did_you_mean(str(location[-1]), known, "Remove it.")
         return Problem(key, "an unknown key", f"one of {', '.join(known)}", remedy)
     if kind == "missing":

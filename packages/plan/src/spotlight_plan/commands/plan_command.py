@@ -171,12 +171,12 @@ def _print(
     console.print(
         Text(f"{file.name}: what others do not beat in time and cost", style="bold"), soft_wrap=True
     )
-    print_table(console, COLUMNS, lines_of(file, found, every=False))
+    print_table(console, COLUMNS, lines_of(found, every=False))
     console.print("* Pareto front at p50, by the closed form; > the answer, simulated is below", style="dim")
     print_notes(console, plan_notes(file, found, prepared, now))
     console.print()
     style = "bold green" if found.answer else "bold red"
-    console.print(Text(answer_text(file, found), style=style), soft_wrap=True)
+    console.print(Text(answer_text(found), style=style), soft_wrap=True)
     if found.answer is not None:
         best = found.answer.candidate
         words = [*given, "--strategy", best.strategy, *overrides_of(file, best)]

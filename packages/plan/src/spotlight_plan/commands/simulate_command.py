@@ -119,8 +119,13 @@ def simulate(
         names = chosen_strategies(file, strategy or [])
         prepared = prepare(file, names, now)
         tasks = tasks_from_starts(prepared, names, timelines=page is not None)
-    with errors_without_traceback(), Bar(len(tasks)) as bar:
-        compared = run_tasks(tasks, jobs or os.cpu_count() or 1, lambda task: bar.done(task.strategy))
+    with errors_without_traceback(), progress_bar(TextConsole(stderr=True)) as bar:
+        shown = bar.add_task("simulating", total=len(tasks))
+        compared = run_tasks(
+            tasks,
+            jobs or os.cpu_count() or 1,
+            lambda task: bar.update(shown, advance=1, description=f"simulated {task.strategy}"),
+        )
     runs = grouped([one.outcome for one in compared], file.run.starts)
     _print(prepared, runs, now)
     _write(prepared, runs, compared[:: file.run.starts], now, as_json, page)
@@ -184,25 +189,6 @@ def chosen_strategies(file: ScenarioFile, wanted: Sequence[str]) -> tuple[str, .
         except UnknownStrategyError as error:
             raise ConfigError("the command line", [error.problem("--strategy")]) from None
     return tuple(dict.fromkeys(wanted)) or file.strategies
-
-
-class Bar:
-    """A progress bar on stderr if it is a terminal; indeterminate without a total. A context manager."""
-
-    def __init__(self, total: int | None) -> None:
-        self._progress = progress_bar(TextConsole(stderr=True))
-        self._task = self._progress.add_task("simulating", total=total)
-
-    def __enter__(self) -> Bar:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def done(self, name: str) -> None:
-        """Count one finished simulation."""
-        self._progress.update(self._task, advance=1, description=f"simulated {name}")
 
 
 def _list() -> None:

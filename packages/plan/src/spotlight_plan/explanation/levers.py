@@ -7,7 +7,6 @@ are by the closed form, all from every start. A lever's part depends on the orde
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from spotlight_plan.candidates import Candidate, own_machine
@@ -59,10 +58,6 @@ def levers_of(estimates: Estimates, answer: EvaluatedCandidate) -> tuple[Lever, 
 
 def lever_steps(file: ScenarioFile, answer: Candidate) -> tuple[tuple[str, Candidate], ...]:
     """Names of the levers and the candidates that they lead to; the first has none pulled."""
-    return tuple(_steps(file, answer))
-
-
-def _steps(file: ScenarioFile, answer: Candidate) -> Iterator[tuple[str, Candidate]]:
     fixed, coming, strategy = file.cluster.reserved, file.cluster.spot, strategy_named(answer.strategy)
     here = own_machine(fixed)
     alone = Candidate(ALONE, here, here, fixed.nodes, 0)
@@ -84,6 +79,4 @@ def _steps(file: ScenarioFile, answer: Candidate) -> Iterator[tuple[str, Candida
             nodes = -(-file.ranks // coming.gpus_per_node)
             moved = replace(own, strategy=answer.strategy, reserved=there, reserved_nodes=nodes)
             steps.append(("learner on spot GPUs", moved))
-    *before, (last, own) = steps
-    yield from before if own == answer else steps
-    yield (last if own == answer else "search"), answer
+    return tuple(steps) if steps[-1][1] == answer else (*steps, ("search", answer))

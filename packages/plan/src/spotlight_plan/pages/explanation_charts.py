@@ -13,7 +13,6 @@ from spotlight_plan.explanation.plan_explanation import PlanExplanation
 from spotlight_plan.explanation.sensitivity import Sensitivity, Swing
 from spotlight_plan.pages.comparison_page import div_html, new_figure, table_html
 from spotlight_plan.pages.comparison_summary import PageNote, TableLine, finite, hours, usd
-from spotlight_plan.scenarios.scenario_file import ScenarioFile
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -23,12 +22,12 @@ _HOURS, _DOLLARS = 0, 1
 _ROW_PX = 30
 
 
-def explanation_html(file: ScenarioFile, explained: PlanExplanation, *, by_time: bool) -> Iterator[str]:
+def explanation_html(explained: PlanExplanation, *, by_time: bool) -> Iterator[str]:
     """Figures and tables; ``by_time``: the plan is for time, else for dollars."""
     axis, levers, sensitivity = _HOURS if by_time else _DOLLARS, explained.levers, explained.sensitivity
     yield div_html(waterfall(levers, axis))
     yield table_html(
-        ("lever", "to", "hours to target, p50", "dollars", "change"), tuple(_lever_lines(file, levers))
+        ("lever", "to", "hours to target, p50", "dollars", "change"), tuple(_lever_lines(levers))
     )
     yield div_html(tornado(sensitivity, axis))
     yield table_html(("assumption", "low", "", "", "high", "", ""), tuple(_swing_lines(sensitivity, axis)))
@@ -143,7 +142,7 @@ def explanation_record(explained: PlanExplanation) -> dict[str, object]:
     }
 
 
-def _lever_lines(file: ScenarioFile, levers: Sequence[Lever]) -> Iterator[TableLine]:
+def _lever_lines(levers: Sequence[Lever]) -> Iterator[TableLine]:
     before = math.nan
     for one in levers:
         time, cost = _figures(one)

@@ -43,7 +43,7 @@ def goal_text(goal: Goal) -> str:
     return f"a budget of {usd(goal.budget_usd)}"
 
 
-def answer_text(file: ScenarioFile, found: SearchResult) -> str:
+def answer_text(found: SearchResult) -> str:
     """The recommendation, or why there is none, in one or two sentences."""
     one = found.answer
     if one is not None:
@@ -77,7 +77,7 @@ def _previews(runs: StrategyRuns) -> str:
     return between(percent, share.least, share.most)
 
 
-def lines_of(file: ScenarioFile, found: SearchResult, *, every: bool) -> tuple[TableLine, ...]:
+def lines_of(found: SearchResult, *, every: bool) -> tuple[TableLine, ...]:
     """The table, fastest first: the front and the answer, or every candidate."""
     front = {one.candidate for one in found.front}
     best = found.answer.candidate if found.answer else None
@@ -137,16 +137,16 @@ def plan_record(
     return {
         "scenario": file.model_dump(mode="json"),
         "goal": {"deadline_h": found.goal.deadline_h, "budget_usd": found.goal.budget_usd},
-        "answer": _record(file, found.answer) if found.answer else None,
-        "text": answer_text(file, found),
-        "verdict": plan_verdict(file, found, explained),
-        "candidates": [_record(file, one) | {"pareto": one.candidate in front} for one in found.evaluated],
-        "rejected": [_record(file, one) for one in found.rejected],
+        "answer": _record(found.answer) if found.answer else None,
+        "text": answer_text(found),
+        "verdict": plan_verdict(found, explained),
+        "candidates": [_record(one) | {"pareto": one.candidate in front} for one in found.evaluated],
+        "rejected": [_record(one) for one in found.rejected],
         "left_out": list(found.left_out),
     } | (explanation_record(explained) if explained else {})
 
 
-def _record(file: ScenarioFile, one: EvaluatedCandidate) -> dict[str, object]:
+def _record(one: EvaluatedCandidate) -> dict[str, object]:
     candidate = one.candidate
     return {
         "strategy": candidate.strategy,
@@ -162,10 +162,10 @@ def _record(file: ScenarioFile, one: EvaluatedCandidate) -> dict[str, object]:
     }
 
 
-def plan_verdict(file: ScenarioFile, found: SearchResult, explained: PlanExplanation | None) -> str:
+def plan_verdict(found: SearchResult, explained: PlanExplanation | None) -> str:
     """The answer against the scenario's reserved GPUs alone, in one sentence; without an answer, why not."""
     if found.answer is None or explained is None:
-        return answer_text(file, found)
+        return answer_text(found)
     base = explained.levers[0]
     name = f"The planner's cluster, {shape_of(found.answer.candidate)},"
     return verdict_text(name, found.answer.runs, f"the scenario's {shape_of(base.candidate)}", base.runs)
@@ -181,19 +181,19 @@ def plan_page(
     """Page with the verdict, trade-off curve, levers, sensitivity, all candidates, and assumptions."""
     notes = plan_notes(file, found, prepared, now)
     parts = [
-        f"<p><b>{escape(plan_verdict(file, found, explained))}</b></p>",
-        div_html(_curve(file, found)),
-        table_html(COLUMNS, lines_of(file, found, every=True)),
+        f"<p><b>{escape(plan_verdict(found, explained))}</b></p>",
+        div_html(_curve(found)),
+        table_html(COLUMNS, lines_of(found, every=True)),
         notes_html(notes),
     ]
     if explained is not None:
-        parts.insert(1, f"<p>{escape(answer_text(file, found))}</p>")
-        parts[3:3] = explanation_html(file, explained, by_time=found.goal.deadline_h is None)
+        parts.insert(1, f"<p>{escape(answer_text(found))}</p>")
+        parts[3:3] = explanation_html(explained, by_time=found.goal.deadline_h is None)
         parts.insert(-1, notes_html(explanation_notes(explained)))
     return page_html(f"{file.name}: {goal_text(found.goal)}", parts)
 
 
-def _curve(file: ScenarioFile, found: SearchResult) -> Figure:
+def _curve(found: SearchResult) -> Figure:
     figure = new_figure("Time and cost to target", "hours to target", "$ to target")
     front = {one.candidate for one in found.front}
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from spotlight_plan.prices.quotes import PriceError, Quote, with_caveat
+from spotlight_rewards.base.files import default_cache
 
 Get: TypeAlias = Callable[[], Sequence[str]]
 """Fetches the response texts."""
@@ -24,12 +25,6 @@ Read: TypeAlias = Callable[[Sequence[str], datetime], tuple[Quote, ...]]
 """Parses prices from the texts and their time of arrival."""
 
 _FORMAT = 1
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    texts: tuple[str, ...]
-    came: datetime
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +48,8 @@ class PriceCache:
             PriceError: the server failed or its response is invalid, and there is no older one.
         """
         kept = self._kept(key, read)
-        if kept is not None and timedelta() <= now - kept.came <= self.max_age:
-            return read(kept.texts, kept.came)
+        if kept is not None and timedelta() <= now - kept[0] <= self.max_age:
+            return kept[1]
         try:
             texts = get()
             quotes = read(texts, now)
@@ -62,9 +57,9 @@ class PriceCache:
             if kept is None:
                 raise
             why = " ".join(str(error).split())
-            return with_caveat(read(kept.texts, kept.came), f"stale: no newer answer to be had: {why}")
+            return with_caveat(kept[1], f"stale: no newer answer to be had: {why}")
         try:
-            self._keep(key, _Answer(tuple(texts), now))
+            self._keep(key, texts, now)
         except OSError as error:
             return with_caveat(quotes, f"not cached: {self.directory}: {error.strerror}")
         return quotes
@@ -72,25 +67,19 @@ class PriceCache:
     def _path(self, key: str) -> Path:
         return self.directory / f"{hashlib.blake2b(key.encode(), digest_size=12).hexdigest()}.json"
 
-    def _kept(self, key: str, read: Read) -> _Answer | None:
-        """The stored response; None if missing or damaged, so that it is overwritten."""
+    def _kept(self, key: str, read: Read) -> tuple[datetime, tuple[Quote, ...]] | None:
+        """When the stored response came, and its prices; None if missing or damaged: it is overwritten."""
         try:
             record: object = json.loads(self._path(key).read_text(encoding="utf-8"))
             if not isinstance(record, dict) or (record["format"], record["key"]) != (_FORMAT, key):
                 return None
-            answer = _Answer(tuple(record["texts"]), datetime.fromisoformat(record["came"]))
-            read(answer.texts, answer.came)
+            came = datetime.fromisoformat(record["came"])
+            return came, read(tuple(record["texts"]), came)
         except (OSError, ValueError, KeyError, TypeError, RecursionError):  # PriceError is a ValueError
             return None
-        return answer
 
-    def _keep(self, key: str, answer: _Answer) -> None:
-        record = {
-            "format": _FORMAT,
-            "key": key,
-            "came": answer.came.isoformat(),
-            "texts": list(answer.texts),
-        }
+    def _keep(self, key: str, texts: Sequence[str], came: datetime) -> None:
+        record = {"format": _FORMAT, "key": key, "came": came.isoformat(), "texts": list(texts)}
         self.directory.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=self.directory, suffix=".part")
         try:
@@ -104,5 +93,4 @@ class PriceCache:
 
 def default_directory() -> Path:
     """``$XDG_CACHE_HOME/spotlight/prices``, by default in ``~/.cache``."""
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "spotlight" / "prices"
+    return default_cache() / "prices"

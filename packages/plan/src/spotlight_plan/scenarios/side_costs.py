@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from spotlight.scheduler.plan import latent_frames
 from spotlight.scheduler.types import WeightKind
-from spotlight_plan.scenarios.pricing import Pricing
+from spotlight_plan.scenarios.pricing import Pricing, crossing_of
 from spotlight_plan.scenarios.profile import Profile
 from spotlight_plan.scenarios.scenario_file import ScenarioFile
 from spotlight_plan.scenarios.scenario_sections import EgressSection
@@ -37,16 +37,15 @@ def egress_between(learner: tuple[str, str] | None, spot: tuple[str, str] | None
     Args:
         learner, spot: cloud and region (empty: unknown); None: unknown.
     """
-    if learner is None or spot is None:
+    crossing = crossing_of(learner, spot)
+    if learner is None or spot is None or not crossing:
         return None
-    if learner[0] != spot[0]:
+    if crossing == "cloud":
         prices = [_INTERNET_USD_GB.get(cloud, _OTHER_USD_GB) for cloud, _ in (learner, spot)]
         origin = f"list prices to the internet, {learner[0]} and {spot[0]}"
-    elif learner[1] and spot[1] and learner[1] != spot[1]:
+    else:
         prices = [_BETWEEN_REGIONS_USD_GB.get(learner[0], _OTHER_USD_GB)] * 2
         origin = f"list price between regions of {learner[0]}"
-    else:
-        return None
     return EgressSection(
         to_spot_usd_gb=prices[0],
         from_spot_usd_gb=prices[1],

@@ -124,6 +124,11 @@ class Strategy:
         return self.placement != "reserved"
 
     @property
+    def all_train(self) -> bool:
+        """Whether no GPU only rolls out."""
+        return self.places in {SpotPlaces.NOTHING, SpotPlaces.ON_DEMAND} or self.baseline is not None
+
+    @property
     def learns_as(self) -> str:
         """The strategy without the parts that leave learning unchanged; its iterations to target apply."""
         base = self.like or self.name.split("+")[0]
@@ -139,8 +144,7 @@ class Strategy:
         Args:
             wished: the scenario's setting, used where both are possible.
         """
-        alone = self.places in {SpotPlaces.NOTHING, SpotPlaces.ON_DEMAND} or self.baseline is not None
-        if alone or self.parts & _ONE_OF[1]:
+        if self.all_train or self.parts & _ONE_OF[1]:
             return True
         pipelined = self.parts & {PipelinePart.GAP, PipelinePart.SLICES, PipelinePart.TCSS}
         return wished and self.places is SpotPlaces.SPOT and not pipelined
@@ -290,8 +294,7 @@ def _require_together(name: str, base: Strategy, parts: frozenset[PipelinePart])
     for either in _ONE_OF:
         if either <= parts:
             raise UnknownStrategyError(name, f"one of {' and '.join(sorted(either))}", "Remove the other.")
-    alone = base.places in {SpotPlaces.NOTHING, SpotPlaces.ON_DEMAND} or base.baseline is not None
-    if alone and (overlapping := parts & _OVERLAPPING):
+    if base.all_train and (overlapping := parts & _OVERLAPPING):
         expected = f"GPUs that only roll out, with {', '.join(sorted(overlapping))}"
         raise UnknownStrategyError(name, expected, f"Of {base.name} all train: take disaggregated.")
     if PipelinePart.SUBSET in parts and base.baseline is not None:

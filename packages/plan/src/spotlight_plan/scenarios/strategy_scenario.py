@@ -303,7 +303,7 @@ def _exploration(
 def _preview_costs(file: ScenarioFile, costs: ProfileCosts, gpu: str, ranks: int) -> PreviewCostsConfig:
     size, learner = costs.lease_size(gpu, file.pixels, 1), costs.workload.learner_gpu
     updates = file.workload.updates_per_batch * costs.optimizer_s()
-    publishes = costs.publish_s(WeightKind(file.workload.publishes))
+    publishes = costs.publish_s(file.workload.publishes)
     training_s = costs.train_s(learner, file.pixels, file.samples, ranks)
     return PreviewCostsConfig(
         step_s=costs.denoise_step_s(gpu, file.pixels, size, 1) / size,
@@ -322,7 +322,7 @@ def _cluster_plan(prepared: Prepared, costs: ProfileCosts, gpus: tuple[str, ...]
     cluster = file.cluster
     widest = max(cluster.reserved.gpus_per_node, cluster.spot.gpus_per_node)
     allowed = degrees(prepared.profile, gpus, file.pixels, widest)
-    publishes = WeightKind(file.workload.publishes)
+    publishes = file.workload.publishes
     step_s = max(_step_s(costs, gpu, file.pixels) for gpu in gpus)
     decode_s = max(costs.decode_s(gpu, file.pixels, costs.lease_size(gpu, file.pixels, 1)) for gpu in gpus)
     pull_s = max(costs.pull_s(publishes, peer) for peer in (False, True))

@@ -59,10 +59,7 @@ def replay(
         if at_s > until_s or job.go_on(at_s):
             break
         job.happen(event)
-    else:
-        job.go_on(until_s)
-    if not job.is_done:
-        job.go_on(until_s)
+    job.go_on(until_s)
     return job.result()
 
 

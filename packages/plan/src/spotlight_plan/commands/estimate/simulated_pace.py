@@ -78,20 +78,32 @@ def _profile(config: RunConfig) -> tuple[Profile, str, tuple[float, float]]:
     for directory in newest_runs(config.runs_dir):
         try:
             times = read_run_times(directory)
+            if _model(times.config) != _model(config):
+                continue
+            profile = measured_profile([times])
+            _require_figures(profile, config)
         except UserError:
-            continue  # none that figures can be taken from
-        if times.config.model == config.model and times.config.learner.mode == config.learner.mode:
-            return (
-                measured_profile([times]),
-                f"calibration: the figures of the {times.label}",
-                _MEASURED_ERROR,
-            )
+            continue  # none that figures can be taken from, or none of this size
+        return profile, f"calibration: the figures of the {times.label}", _MEASURED_ERROR
     if config.model.path != "testbed":
         problem = Problem("model.path", config.model.path, "testbed", "Train three iterations.")
         raise ConfigError("the estimate", [problem])
     profile = load_profile(_SHIPPED)
     guessed = len(assumptions(profile, [_SLOT]))
     return profile, f"formulas: the cost profile {profile.name}, {guessed} figures assumed", _SHIPPED_ERROR
+
+
+def _model(config: RunConfig) -> object:
+    return config.model, config.learner.mode, config.rollout.frames
+
+
+def _require_figures(profile: Profile, config: RunConfig) -> None:
+    """Raise ConfigError where a profile lacks those of this size and these degrees."""
+    workload = workload_of(config, _SLOT, profile)
+    costs = ProfileCosts(profile, workload)
+    for degree in config.fleet.sequence_parallel.degrees:
+        costs.denoise_step_s(_SLOT, workload.pixels, 1, degree)
+    costs.train_s(_SLOT, workload.pixels, 1, 1)
 
 
 def _emulated(config: RunConfig) -> Iterator[tuple[float, NodeEvent]]:
