@@ -39,7 +39,6 @@ class RewardPolicyConfig(Section):
                  That("each name once", lambda run: len({reward.curve for reward in run.rewards})
                       == len(run.rewards)), "Add up their weights in one, or give one a label."),
         Requires("rewards", {},
-                 That("at least one weight other than 0",
-                      lambda run: any(reward.weight for reward in run.rewards)),
+                 That("at least one weight other than 0", lambda run: any(one.weight for one in run.rewards)),
                  "Nothing would be learnt: set one."),
     )  # fmt: skip
