@@ -83,7 +83,7 @@ class Publishing:
             raise RuntimeError("the file was written again")
         bundle = self._timed(PARTS[3], lambda: self.cache.get(manifest, _never))
         dtype = torch.bfloat16
-        self._timed(PARTS[4], lambda: bind(manifest, bundle, self.worker, needs=[SLOT], dtype=dtype))
+        self._timed(PARTS[4], lambda: bind(bundle, self.worker, needs=[SLOT], dtype=dtype))
 
     def _packed(self, version: int) -> tuple[WeightsManifest, bytearray]:
         return pack(version, 0, {SLOT: self.tensors}, self.worker.modules_bound)

@@ -324,7 +324,7 @@ def publish_and_bind(lab: Lab) -> Outcome:
         marks.append(time.perf_counter())
         bundle = cache.get(manifest, lambda: data)
         marks.append(time.perf_counter())
-        bind(manifest, bundle, slots, needs=("policy",), dtype=rounded)
+        bind(bundle, slots, needs=("policy",), dtype=rounded)
         wait(lab.device)
         marks.append(time.perf_counter())
         for name, (start, end) in zip(parts, pairwise(marks), strict=True):

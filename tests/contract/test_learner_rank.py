@@ -132,8 +132,8 @@ def test_adapters_rounded_for_workers_change_no_rollout_that_computes_in_bfloat1
     assert published == (rounded if autocast == "bfloat16" else (whole, data))
     assert rounded[0].bytes < 0.65 * whole.bytes
     with pytest.raises(WeightsError, match=r"bfloat16, expected .* float32.* fleet\.publish"):
-        bind(*rounded, worker.slots)
-    bind(*rounded, worker.slots, needs=("old", "policy"), dtype=torch.bfloat16)
+        bind(read(*rounded), worker.slots)
+    bind(read(*rounded), worker.slots, needs=("old", "policy"), dtype=torch.bfloat16)
     trained, rolled = (make_batch(config, learning, 1, 1) for learning in (rank.learning, worker))
     alike = [
         torch.equal(sample.tensors.final, rolled.finished[name].tensors.final)

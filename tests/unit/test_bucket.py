@@ -6,6 +6,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import os
 import random
 import shutil
 import time
@@ -24,6 +25,7 @@ from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.sqlite_ledger import SqliteLedger
 from spotlight.store.manifest import CheckpointHeader
 from spotlight.store.run_directory import RunPaths
+from spotlight.store.run_store import local_folder
 from spotlight.store.store_errors import RunInUseError
 from spotlight_bucket import bucket_runs, replicator, run_files, snapshots
 from spotlight_bucket.bucket_objects import BucketError, Objects, Version
@@ -515,6 +517,46 @@ def test_a_reader_brings_what_it_needs_and_follows_the_run(
     objects.delete(list(objects.names("")))
     assert not copy.renew(is_light)
     assert not copy.run.exists(), "a run that the bucket does not hold any more is still shown"
+
+
+def test_a_disk_that_takes_no_writes_any_more_is_an_error_with_a_remedy(
+    head: Head, objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> int:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    head.begin()
+    (head.run / "summary.json").write_text("{}")
+    head.replicator.sync()
+    copy = ReadCopy(tmp_path / "two", "demo", objects)
+    copy.renew(is_light)
+    (head.run / "summary.json").unlink()
+    head.replicator.sync()
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(StoreError, match="the disk is read-only"):
+        copy.renew(is_light)
+    monkeypatch.setattr(os, "pwrite", refuse)
+    with pytest.raises(StoreError, match="the disk is read-only"), working_copy(tmp_path / "three", "demo"):
+        pass
+
+
+def test_a_run_that_cannot_be_read_keeps_no_other_from_its_readers(
+    head: Head, objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def opened(address: str) -> Objects:
+        other = Objects(MemoryStore(), address)
+        if address.endswith("/damaged"):
+            other.put("snapshots/0000000001.json", b"no snapshot")
+        return objects if address.endswith("/demo") else other
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(bucket_runs, "open_objects", opened)
+    monkeypatch.setattr(bucket_runs.BucketRuns, "names", lambda *_: ["damaged", "demo"])
+    head.begin()
+    head.replicator.sync()
+    with pytest.raises(StoreError, match=r"damaged/snapshots/0000000001.json: not a snapshot of a run"):
+        local_folder(Path("s3://bucket/runs"))
+    assert [each.parent.name for each in (tmp_path / "cache").rglob("config.yaml")] == ["demo"]
 
 
 @pytest.mark.parametrize(

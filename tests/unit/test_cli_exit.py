@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from spotlight_rewards.commands.exit_codes import is_explained
+
 PROGRAM = """
 import atexit, sys, tempfile, threading
 from spotlight.cli.__main__ import main
@@ -52,6 +54,12 @@ def test_threads_and_exit_handlers_end_and_everything_is_said(how: str, status: 
     assert not Path(folder).exists()
     assert done.returncode == status
     assert done.stderr.endswith(said)
+
+
+def test_a_lack_of_memory_is_told_without_a_traceback() -> None:
+    for said in ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"):
+        assert is_explained(RuntimeError(said))
+    assert not is_explained(RuntimeError("CUDA error: an illegal memory access was encountered"))
 
 
 def test_ctrl_c_while_the_program_is_imported_is_as_quiet_as_later() -> None:

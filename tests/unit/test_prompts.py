@@ -36,9 +36,9 @@ def lines(*records: object) -> str:
     return "\n".join(map(json.dumps, records)) + "\n"
 
 
-def failure(text: str, source: str = "train.jsonl", **options: object) -> str:
+def failure(text: str, source: str = "train.jsonl") -> str:
     with pytest.raises(PromptFileError) as error:
-        parse_prompts(text, source, **options)  # type: ignore[arg-type]
+        parse_prompts(text, source)
     return str(error.value)
 
 
@@ -64,15 +64,10 @@ class TestReading:
         (prompt,) = parse_prompts(lines({"prompt": "a cat", "wanted": [1, 2]}), "own.jsonl")
         assert prompt.metadata == {"wanted": [1, 2]}
 
-    @pytest.mark.parametrize(
-        ("source", "format", "tag"),
-        [("a.jsonl", "auto", "counting"), ("a", "auto", "counting"), ("a.txt", "jsonl", "counting")],
-    )
-    def test_the_format_is_known_by_ending_content_or_the_caller(
-        self, source: str, format: str, tag: str
-    ) -> None:
-        (prompt,) = parse_prompts(lines(COUNTING), source, format)  # type: ignore[arg-type]
-        assert prompt.metadata["tag"] == tag
+    @pytest.mark.parametrize("source", ["a.jsonl", "a"])
+    def test_the_format_is_known_by_ending_or_content(self, source: str) -> None:
+        (prompt,) = parse_prompts(lines(COUNTING), source)
+        assert prompt.metadata["tag"] == "counting"
 
     def test_a_line_break_is_only_what_editors_call_so(self) -> None:
         (prompt,) = parse_prompts("a\u2028cat", "a.txt")
@@ -256,6 +251,3 @@ class TestBadFiles:
 
     def test_the_same_text_with_other_metadata_is_another_prompt(self) -> None:
         assert len(parse_prompts(record() + "\n" + record(tag="other"), "a.jsonl")) == 2
-
-    def test_an_unknown_format(self) -> None:
-        assert failure("a", format="csv") == "format of train.jsonl is 'csv'; expected auto, txt or jsonl"

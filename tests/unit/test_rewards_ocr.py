@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import builtins
+import sys
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
@@ -260,14 +258,7 @@ class TestSetUp:
         monkeypatch.setattr(ocr_module, "_engine", ocr_module._engine.__wrapped__)
 
     def test_without_tesserocr_the_extra_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        original = builtins.__import__
-
-        def without(name: str, *rest: Any) -> ModuleType:
-            if name == "tesserocr":
-                raise ModuleNotFoundError("No module named 'tesserocr'", name=name)
-            return original(name, *rest)
-
-        monkeypatch.setattr(builtins, "__import__", without)
+        monkeypatch.setitem(sys.modules, "tesserocr", None)
         with pytest.raises(RewardSetupError, match=r"pip install 'spotlight-rewards\[ocr\]'"):
             check([], [])
 

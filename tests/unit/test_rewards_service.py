@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import os
@@ -23,6 +24,7 @@ import numpy as np
 import pytest
 import uvicorn
 from PIL import Image
+from starlette.types import Message
 from tests.unit.reward_server import Reply, as_json, decoded, reward_server
 from tests.unit.reward_world import give_up_soon
 
@@ -205,6 +207,25 @@ def test_a_body_that_does_not_arrive_is_not_waited_for(service: str, monkeypatch
         lines = ["POST /score HTTP/1.1", "Host: h", "Authorization: Bearer secret", "Content-Length: 200"]
         connection.sendall("\r\n".join([*lines, "", "{"]).encode())
         assert b" 408 " in connection.recv(100)
+
+
+def test_a_client_that_goes_in_the_middle_of_its_body_is_no_error_of_the_service() -> None:
+    sent: list[Message] = []
+    parts: list[Message] = [
+        {"type": "http.request", "body": b'{"requests"', "more_body": True},
+        {"type": "http.disconnect"},
+    ]
+    headers = [(b"host", b"localhost"), (b"content-length", b"99")]
+    scope = {"type": "http", "method": "POST", "path": "/score", "headers": headers, "query_string": b""}
+
+    async def receive() -> Message:
+        return parts.pop(0)
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    asyncio.run(service_app(ScoreService({}))(scope, receive, send))
+    assert (parts, sent) == ([], [])
 
 
 def test_pictures_may_be_data_urls_of_any_kind() -> None:

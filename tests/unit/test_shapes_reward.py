@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tracemalloc
+import weakref
 from itertools import pairwise
 
 import numpy as np
@@ -169,9 +170,16 @@ def test_noise_neither_crashes_nor_scores(seed):
     assert 0 <= scores["graded"][0] < 0.5
 
 
-def test_a_large_picture_takes_little_memory():
+def test_few_templates_of_large_boxes_are_held():
+    made = [weakref.ref(coverage("square", 100 + index, 50)) for index in range(100)]
+    assert sum(each() is not None for each in made) <= 64
+    small = [weakref.ref(coverage("square", 1 + index, 1)) for index in range(100)]
+    assert all(each() is not None for each in small)
+
+
+def test_a_large_picture_takes_little_memory(monkeypatch):
     picture = draw(("square", "red", 0, 0, 511), side=1024)
-    coverage.cache_clear()
+    monkeypatch.setattr("spotlight_rewards.shapes.coverage", coverage.__wrapped__)  # which keeps none
     tracemalloc.start()
     try:
         assert [each.shape for each in detect(picture)] == ["square"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import struct
 from pathlib import Path
 
 import av
@@ -21,7 +22,7 @@ from spotlight.runtime.assembly.controller_plan import FRAMES_PER_LATENT
 from spotlight.store.images import Tile, drop_pictures, write_comparison, write_grid
 from spotlight.store.run_directory import RunPaths
 from spotlight_rewards import reward_registry
-from spotlight_rewards.base.media_files import encode_video
+from spotlight_rewards.base.media_files import encode_video, read_media
 from spotlight_rewards.frames import FrameRule, OverFrames
 from spotlight_rewards.pool.reward_pool import RewardPool
 from spotlight_rewards.results import ScoredSample
@@ -126,6 +127,23 @@ def test_an_mp4_holds_every_frame_and_what_it_is(tmp_path: Path) -> None:
         frames = [frame.to_ndarray(format="rgb24") for frame in file.decode(stream)]
     assert np.stack(frames).shape == (9, 30, 48, 3)
     assert np.abs(np.stack(frames).mean((1, 2, 3)) - 20 * np.arange(9)).max() < 6
+
+
+@pytest.mark.parametrize(
+    ("matrix", "turns"),
+    [((1, 0, 0, 1), 0), ((0, 1, -1, 0), -1), ((-1, 0, 0, -1), 2), ((0, -1, 1, 0), 1)],
+)
+def test_a_video_is_read_as_viewers_show_it(tmp_path: Path, matrix: tuple[int, ...], turns: int) -> None:
+    frames = np.zeros((3, 32, 64, 3), np.uint8)
+    frames[:, :16, :32] = 255
+    file = bytearray(encode_video(frames, {}, 8))
+    at = file.index(b"tkhd") + 44  # of its fields, the matrix: a, b, u, c, d, v, x, y, w
+    a, b, c, d = (each << 16 for each in matrix)
+    struct.pack_into(">9i", file, at, a, b, 0, c, d, 0, 0, 0, 1 << 30)
+    (tmp_path / "turned.mp4").write_bytes(file)
+    found, expected = read_media(tmp_path / "turned.mp4")[0], np.rot90(frames, turns, (1, 2))
+    assert found.shape == expected.shape
+    assert np.abs(found.astype(int) - expected).mean() < 20
 
 
 def test_a_tile_keeps_frames_that_do_not_change(tmp_path: Path) -> None:

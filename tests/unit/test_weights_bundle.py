@@ -63,7 +63,7 @@ def refused(
     """What binding says; nothing may have been written."""
     before = contents(target)
     with pytest.raises(WeightsError) as caught:
-        bind(manifest, data, target, needs=needs)
+        bind(read(manifest, data), target, needs=needs)
     assert same(before, contents(target))
     return str(caught.value)
 
@@ -75,10 +75,10 @@ def test_what_is_bound_is_what_was_packed(form: str) -> None:
     assert manifest.bytes == len(data)
     assert manifest.modules_bound == source.modules_bound == 2
     assert not same(contents(source), contents(target))
-    bind(manifest, data, target, needs=SLOTS)
+    bind(read(manifest, data), target, needs=SLOTS)
     assert same(contents(source), contents(target))
     conforms: Bindable = target
-    bind(manifest, read(manifest, data), conforms)
+    bind(read(manifest, data), conforms)
 
 
 def test_the_digest_is_of_the_content_and_of_nothing_else() -> None:
@@ -121,7 +121,7 @@ def test_no_damaged_byte_is_ever_bound(data: st.DataObject) -> None:
     target = make()
     before = contents(target)
     try:
-        bind(manifest, bytes(body), target)
+        bind(read(manifest, bytes(body)), target)
     except WeightsError:
         assert same(before, contents(target))
     else:  # a blank in the header's JSON became another blank
@@ -182,8 +182,6 @@ def test_another_versions_content_is_refused() -> None:
     assert asked.digest != other.digest
     said = refused(asked, data, make())
     assert f"found digest {other.digest}, expected {asked.digest}" in said
-    with pytest.raises(WeightsError, match=f"expected {asked.digest}"):
-        bind(asked, read(other, data), make())
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,14 @@ def local_folder(place: Path, wanted: Wanted = Wanted.LIGHT) -> Path:
         if RunPaths(run).config.is_file():
             return run
     names = found.store.names(found.address)
-    copies = [found.store.read(found.address, name, cache, wanted) for name in names]
+    copies, refused = list[Path](), list[StoreError]()
+    for name in names:
+        try:
+            copies.append(found.store.read(found.address, name, cache, wanted))
+        except StoreError as error:  # no reason to keep the others from their readers
+            refused.append(error)
+    if refused:
+        raise refused[0]
     if not copies:
         raise StoreError(f"{found.address}: no runs are there. Start one: spotlight train runs_dir=ADDRESS.")
     folder = copies[0].parent

@@ -73,8 +73,8 @@ def working_copy(folder: Path, name: str) -> Iterator[WorkingCopy]:
         RunInUseError: another process of this machine holds it.
         StoreError: the disk.
     """
-    runs_dir = folder / "work"
-    with storage_errors("cannot make the working copy of a run in a bucket", runs_dir):
+    runs_dir, cannot = folder / "work", "cannot make the working copy of a run in a bucket"
+    with storage_errors(cannot, runs_dir):
         runs_dir.mkdir(parents=True, exist_ok=True)
         lock = os.open(runs_dir / f".{name}.copy", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     hold(lock)
@@ -86,12 +86,13 @@ def working_copy(folder: Path, name: str) -> Iterator[WorkingCopy]:
                 f"{runs_dir / name}: in use by another process of this machine. Wait for it or stop it, or "
                 "start this run under another name."
             ) from None
-        found = os.pread(lock, 64, 0).decode("ascii", "replace")
-        if not re.fullmatch(r"[0-9a-f]{32}", found):
-            found = uuid.uuid4().hex
-            os.ftruncate(lock, 0)
-            os.pwrite(lock, found.encode(), 0)
-            os.fsync(lock)
+        with storage_errors(cannot, runs_dir):
+            found = os.pread(lock, 64, 0).decode("ascii", "replace")
+            if not re.fullmatch(r"[0-9a-f]{32}", found):
+                found = uuid.uuid4().hex
+                os.ftruncate(lock, 0)
+                os.pwrite(lock, found.encode(), 0)
+                os.fsync(lock)
         yield WorkingCopy(runs_dir, name, found)
     finally:
         let_go(lock)
@@ -112,9 +113,9 @@ def bring_to_work(
         note(f"{copy.run} is older than {objects.address}, where the run went on: it is replaced")
     note(f"bringing {size(base.size_bytes)} from {objects.address} to {copy.run}")
     fresh = copy.runs_dir / f"{TEMPORARY_PREFIX}{copy.name}"
-    _remove_others(fresh, base.files)
-    receive(objects, base.files, fresh)
     with storage_errors("cannot replace the working copy", copy.run):
+        _remove_others(fresh, base.files)
+        receive(objects, base.files, fresh)
         shutil.rmtree(copy.run, ignore_errors=True)
         fresh.rename(copy.run)
 
@@ -140,7 +141,7 @@ class ReadCopy:
 
         Raises StoreError, of the bucket or the disk.
         """
-        with self._held():
+        with storage_errors("cannot write", self.run.parent), self._held():
             for _ in range(_LOOKS_MAX - 1):
                 with suppress(MissingChunkError):  # the head has replaced the snapshot
                     return self._renew(wanted)
@@ -149,10 +150,9 @@ class ReadCopy:
     @contextmanager
     def _held(self) -> Iterator[None]:
         """Until other readers of this machine, such as a dashboard, have renewed it."""
-        with storage_errors("cannot write", self.run.parent):
-            self.run.parent.mkdir(parents=True, exist_ok=True)
-            lock = self.run.with_name(f".{self.run.name}.lock")
-            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self.run.parent.mkdir(parents=True, exist_ok=True)
+        lock = self.run.with_name(f".{self.run.name}.lock")
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield
@@ -175,8 +175,7 @@ class ReadCopy:
                 os.removedirs((self.run / path).parent)
         kept = {path: chunks for path, chunks in known.items() if path in snapshot.files}
         kept |= {path: file.chunks for path, file in chosen.items()}
-        with storage_errors("cannot write", self._index):
-            write_atomically(self._index, json.dumps(kept).encode())
+        write_atomically(self._index, json.dumps(kept).encode())
         return True
 
     @property

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from spotlight_files.model_errors import ModelError
 from spotlight_files.pipeline_files import (
@@ -159,6 +159,10 @@ def require_fit(offer: SnapshotManifest, wanted: WantedModel) -> None:
         raise SourceLostError(f"it offers the commit {offer.commit!r}; expected {wanted.revision}")
 
 
+PendingBytes: TypeAlias = Callable[[], bytes]
+"""Waits for bytes on their way. Raises SourceLostError."""
+
+
 class FileSource(Protocol):
     """Another node's :class:`ModelFileServer`; methods raise SourceLostError."""
 
@@ -170,14 +174,6 @@ class FileSource(Protocol):
 
     def read(self, path: str, start: int, length: int) -> PendingBytes:
         """Ask for :meth:`ModelFileServer.read`; returns at once."""
-        ...
-
-
-class PendingBytes(Protocol):
-    """Bytes on their way."""
-
-    def __call__(self) -> bytes:
-        """Wait for them. Raises SourceLostError."""
         ...
 
 

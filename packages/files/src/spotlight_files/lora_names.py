@@ -25,9 +25,9 @@ def same_names(ends: Sequence[str], block: str = "transformer_blocks.*") -> Laye
     return {f"{block}.{end}": (f"{block}.{end}",) for end in ends}
 
 
-def renamed(ends: Mapping[str, str], block: str = "blocks.*") -> LayerNames:
+def renamed(ends: Mapping[str, str]) -> LayerNames:
     """Of a model whose blocks have the same name in both, and their layers have not."""
-    return {f"{block}.{own}": (f"{block}.{end}",) for end, own in ends.items()}
+    return {f"blocks.*.{own}": (f"blocks.*.{end}",) for end, own in ends.items()}
 
 
 def _double(qkv: str, proj: str, mlp: Sequence[str], ends: Sequence[str] = _FLUX_ENDS) -> LayerNames:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from spotlight_files.lora_file import LORA_FILE, TRANSFORMER, lora_folder, part_prefix
 from spotlight_files.model_errors import ModelError
-from spotlight_files.pipeline_files import PipelineComponent, PipelineFiles
+from spotlight_files.pipeline_files import PipelineComponent, PipelineFiles, transformer_names
 from spotlight_rewards.base.files import fsync_path, fsync_tree
 
 _INDEX = "model_index.json"
@@ -115,9 +115,7 @@ def save_merged(
     """
     _require_place(directory, replace=replace)
     present = {name: part for name, part in components.items() if files.component_class(name) is not None}
-    transformers = _assemble(
-        files, [name for name in present if name.startswith("transformer")], state, dtype
-    )
+    transformers = _assemble(files, transformer_names(present), state, dtype)
     for name, part in present.items():
         if part.weights and name not in transformers:
             files.fetch(name)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import Tensor, nn
 
 from spotlight_kernels.feed_forward import through
@@ -82,6 +83,36 @@ def joint(
     return [*turned, heads(size, *((made[2], None, None) for made, _, _ in parts))]
 
 
+def joint_attention(
+    processor: Any,
+    attn: Any,
+    size: int,
+    text: tuple[Tensor, Angles] | None,
+    image: tuple[Tensor, Angles],
+    again: Inputs,
+    mask: Tensor | None,
+    *,
+    text_first: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Outputs of the image, and of the text where that is a stream, as :func:`joint` takes them; without one,
+    before the layer ``to_out``. ``processor`` says how they are computed.
+    """
+    attended = dispatch_attention_fn(
+        *joint(attn, size, text, image, again, text_first=text_first),
+        attn_mask=mask,
+        backend=processor._attention_backend,
+        parallel_config=processor._parallel_config,
+    )
+    x, _ = image
+    if text is None:
+        joined: Tensor = attended.flatten(2, 3).to(x.dtype)
+        return joined
+    streams = [(x.shape[1], attn.to_out[0]), (text[0].shape[1], attn.to_add_out)]
+    order = slice(None, None, -1 if text_first else 1)
+    of_image, of_text = outputs(attended, x, *streams[order])[order]
+    return attn.to_out[1](of_image), of_text
+
+
 class Turned:
     """An attention layer of one stream as a processor of diffusers' sees it: norms of queries and keys
     rotate, too, in one operator, so that the processor gets no angles; and projections are made at once.
@@ -110,8 +141,13 @@ class Turned:
         return heads(self._size, (x.flatten(2), self._attn.norm_k, self._angles)).view(x.shape)
 
 
-def norm_trouble(attn: Any, *names: str, optional: bool = False) -> str | None:
-    """Why heads or norms of queries and keys are none that :func:`heads` computes."""
+def norm_trouble(attn: Any, *, added: bool = False, optional: bool = False) -> str | None:
+    """Why heads or norms of queries and keys are none that :func:`heads` computes.
+
+    Args:
+        added: text has norms of its own.
+    """
+    names = ("norm_q", "norm_k", *(("norm_added_q", "norm_added_k") if added else ()))
     if odd := odd_heads(attn.inner_dim // attn.heads):
         return odd
     norms: list[Any] = [getattr(attn, name, None) for name in names]
@@ -145,6 +181,12 @@ def repeated_angles(new: New, tokens: int, size: int) -> tuple[Tensor, Tensor]:
     """An example of what :func:`pairs` takes."""
     turn = new(tokens, size // 2).float().repeat_interleave(2, -1)
     return turn.cos(), turn.sin()
+
+
+def unit_angles(new: New, *shape: int) -> Tensor:
+    """An example of what :func:`complex_angles` takes."""
+    turn = new(*shape).float()
+    return torch.polar(torch.ones_like(turn), turn)
 
 
 def padded(sequence: Tensor, token: int) -> Tensor:
@@ -233,11 +275,34 @@ def two_streams(block: Any, image: Normed, text: Normed, **given: Any) -> tuple[
     return text.finished(branches[1], block.norm2_context.eps, block.ff_context), finished
 
 
+def two_streams_example(block: Any, new: New, image: int, text: int) -> dict[str, Any]:
+    """Two streams, and what modulates them."""
+    width = block.attn.query_dim
+    return {
+        "hidden_states": new(2, image, width),
+        "encoder_hidden_states": new(2, text, width),
+        "temb": new(2, width),
+    }
+
+
+def single_stream(block: Any, x: Tensor, temb: Tensor, **given: Any) -> Tensor:
+    """What a block makes of image and text in one sequence, attention and MLP side by side.
+
+    Args:
+        given: to the attention.
+    """
+    stream = Normed.adaptive(x, block.norm, temb, 3)
+    inner = block.act_mlp(project(stream.out, [block.proj_mlp], stream.again)[0])
+    attended = block.attn(hidden_states=stream.out, again=(stream.again, None), **given)
+    branch = block.proj_out(torch.cat([attended, inner], dim=2))
+    return gated_add(stream.x, branch, stream.rest[0], rounded=True)
+
+
 def two_streams_trouble(block: Any, *norms: Any) -> str | None:
     """Why :func:`two_streams` cannot compute a block; ``norms``: its first ones."""
     return first(
         layer_norm_trouble(*norms, block.norm2, block.norm2_context),
-        norm_trouble(block.attn, "norm_q", "norm_k", "norm_added_q", "norm_added_k"),
+        norm_trouble(block.attn, added=True),
     )
 
 

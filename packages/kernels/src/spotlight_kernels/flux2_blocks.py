@@ -108,7 +108,7 @@ def _double_trouble(block: Any) -> str | None:
 
 
 def _single_trouble(block: Any) -> str | None:
-    norms = blocks.norm_trouble(block.attn, "norm_q", "norm_k")
+    norms = blocks.norm_trouble(block.attn)
     return blocks.first(blocks.layer_norm_trouble(block.norm), norms)
 
 

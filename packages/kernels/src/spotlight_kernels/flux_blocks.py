@@ -5,14 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 from torch import Tensor
 
 from spotlight_kernels import blocks
 from spotlight_kernels.blocks import Angles, New, Normed, pairs
-from spotlight_kernels.lora import project
-from spotlight_kernels.operators import gated_add
 
 
 class FluxProcessor(FluxAttnProcessor):  # type: ignore[misc]
@@ -34,15 +31,10 @@ class FluxProcessor(FluxAttnProcessor):  # type: ignore[misc]
             return super().__call__(turned, image, None, attention_mask)  # type: ignore[no-any-return]
         length = text.shape[1]
         of_text, of_image = pairs(image_rotary_emb, 0, length), pairs(image_rotary_emb, length)
-        attended = dispatch_attention_fn(
-            *blocks.joint(attn, attn.head_dim, (text, of_text), (image, of_image), again, text_first=True),
-            attn_mask=attention_mask,
-            backend=self._attention_backend,
-            parallel_config=self._parallel_config,
+        streams = (text, of_text), (image, of_image)
+        return blocks.joint_attention(
+            self, attn, attn.head_dim, *streams, again, attention_mask, text_first=True
         )
-        out, layer = attn.to_out[0], attn.to_add_out
-        text, image = blocks.outputs(attended, image, (length, layer), (image.shape[1], out))
-        return attn.to_out[1](image), text
 
 
 def double(
@@ -71,16 +63,8 @@ def single(
     """As ``FluxSingleTransformerBlock.forward``: text, image."""
     lengths = [encoder_hidden_states.shape[1], hidden_states.shape[1]]
     joint = torch.cat([encoder_hidden_states, hidden_states], dim=1)
-    stream = Normed.adaptive(joint, self.norm, temb, 3)
-    inner = self.act_mlp(project(stream.out, [self.proj_mlp], stream.again)[0])
-    attended = self.attn(
-        hidden_states=stream.out,
-        image_rotary_emb=image_rotary_emb,
-        again=(stream.again, None),
-        **(joint_attention_kwargs or {}),
-    )
-    branch = self.proj_out(torch.cat([attended, inner], dim=2))
-    x = gated_add(stream.x, branch, stream.rest[0], rounded=True)
+    options = joint_attention_kwargs or {}
+    x = blocks.single_stream(self, joint, temb, image_rotary_emb=image_rotary_emb, **options)
     return blocks.split(x, *lengths)
 
 
@@ -92,19 +76,14 @@ def _double_trouble(block: Any) -> str | None:
 def _single_trouble(block: Any) -> str | None:
     return blocks.first(
         blocks.layer_norm_trouble(block.norm.norm),
-        blocks.norm_trouble(block.attn, "norm_q", "norm_k"),
+        blocks.norm_trouble(block.attn),
         blocks.fused_projections(block.attn),
     )
 
 
 def _example(block: Any, new: New, image: int, text: int) -> dict[str, Any]:
-    width = block.attn.query_dim
-    return {
-        "hidden_states": new(2, image, width),
-        "encoder_hidden_states": new(2, text, width),
-        "temb": new(2, width),
-        "image_rotary_emb": blocks.repeated_angles(new, text + image, block.attn.head_dim),
-    }
+    found = blocks.two_streams_example(block, new, image, text)
+    return found | {"image_rotary_emb": blocks.repeated_angles(new, text + image, block.attn.head_dim)}
 
 
 DOUBLE = blocks.Kind(double, _double_trouble, _example, {FluxAttnProcessor: FluxProcessor})

@@ -9,15 +9,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0
 from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15AttnProcessor2_0
 from torch import Tensor
 
 from spotlight_kernels import blocks
 from spotlight_kernels.blocks import Angles, New, Normed, pairs
-from spotlight_kernels.lora import project
-from spotlight_kernels.operators import gated_add
 
 
 class HunyuanVideoProcessor(HunyuanVideoAttnProcessor2_0):  # type: ignore[misc]
@@ -31,7 +28,7 @@ class HunyuanVideoProcessor(HunyuanVideoAttnProcessor2_0):  # type: ignore[misc]
         attention_mask: Tensor | None = None,
         image_rotary_emb: Angles = None,
         again: blocks.Inputs = (None, None),
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """As diffusers' own, of two streams; or of both in one, whose last tokens are not rotated."""
         video, text = hidden_states, encoder_hidden_states
         size, angles = attn.inner_dim // attn.heads, pairs(image_rotary_emb)
@@ -39,19 +36,9 @@ class HunyuanVideoProcessor(HunyuanVideoAttnProcessor2_0):  # type: ignore[misc]
             after = (0, 0, 0, video.shape[1] - len(angles[0]))
             angles = F.pad(angles[0], after, value=1.0), F.pad(angles[1], after)
         of_text = None if text is None else (text, None)
-        attended = dispatch_attention_fn(
-            *blocks.joint(attn, size, of_text, (video, angles), again, text_first=False),
-            attn_mask=attention_mask,
-            dropout_p=0.0,
-            is_causal=False,
-            backend=self._attention_backend,
-            parallel_config=self._parallel_config,
+        return blocks.joint_attention(
+            self, attn, size, of_text, (video, angles), again, attention_mask, text_first=False
         )
-        if text is None:
-            return attended.flatten(2, 3).to(video.dtype), None
-        out, layer = attn.to_out[0], attn.to_add_out
-        video, text = blocks.outputs(attended, video, (video.shape[1], out), (text.shape[1], layer))
-        return attn.to_out[1](video), text
 
 
 class HunyuanVideo15Processor(HunyuanVideoProcessor):
@@ -65,7 +52,7 @@ class HunyuanVideo15Processor(HunyuanVideoProcessor):
         attention_mask: Tensor | None = None,
         image_rotary_emb: Angles = None,
         again: blocks.Inputs = (None, None),
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """As diffusers' own; ``attention_mask`` is of the text, [batch, tokens]."""
         assert attention_mask is not None, "as diffusers' own"
         valid = F.pad(attention_mask, (hidden_states.shape[1], 0), value=True).bool()
@@ -103,17 +90,8 @@ def single(
     """As ``HunyuanVideoSingleTransformerBlock.forward``: video, text."""
     lengths = [hidden_states.shape[1], encoder_hidden_states.shape[1]]
     joint = torch.cat([hidden_states, encoder_hidden_states], dim=1)
-    stream = Normed.adaptive(joint, self.norm, temb, 3)
-    inner = self.act_mlp(project(stream.out, [self.proj_mlp], stream.again)[0])
-    attended, _ = self.attn(
-        hidden_states=stream.out,
-        attention_mask=attention_mask,
-        image_rotary_emb=image_rotary_emb,
-        again=(stream.again, None),
-    )
-    branch = self.proj_out(torch.cat([attended, inner], dim=2))
-    x = gated_add(stream.x, branch, stream.rest[0], rounded=True)
-    return blocks.split(x, *lengths)
+    given = {"attention_mask": attention_mask, "image_rotary_emb": image_rotary_emb}
+    return blocks.split(blocks.single_stream(self, joint, temb, **given), *lengths)
 
 
 def _double_trouble(block: Any) -> str | None:
@@ -121,19 +99,14 @@ def _double_trouble(block: Any) -> str | None:
 
 
 def _single_trouble(block: Any) -> str | None:
-    norms = blocks.norm_trouble(block.attn, "norm_q", "norm_k")
+    norms = blocks.norm_trouble(block.attn)
     return blocks.first(blocks.layer_norm_trouble(block.norm.norm), norms)
 
 
 def _example(block: Any, new: New, image: int, text: int) -> dict[str, Any]:
-    width = block.attn.query_dim
     name = "freqs_cis" if hasattr(block, "ff") else "image_rotary_emb"
-    return {
-        "hidden_states": new(2, image, width),
-        "encoder_hidden_states": new(2, text, width),
-        "temb": new(2, width),
-        name: blocks.repeated_angles(new, image, block.attn.inner_dim // block.attn.heads),
-    }
+    found = blocks.two_streams_example(block, new, image, text)
+    return found | {name: blocks.repeated_angles(new, image, block.attn.inner_dim // block.attn.heads)}
 
 
 def _masked_example(block: Any, new: New, image: int, text: int) -> dict[str, Any]:

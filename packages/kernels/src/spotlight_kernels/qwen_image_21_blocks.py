@@ -71,19 +71,19 @@ def forward(
 def _trouble(block: Any) -> str | None:
     return blocks.first(
         blocks.layer_norm_trouble(block.img_norm1, block.img_norm2),
-        blocks.norm_trouble(block.attn, "norm_q", "norm_k"),
+        blocks.norm_trouble(block.attn),
         blocks.fused_projections(block.attn),
     )
 
 
 def _example(block: Any, new: New, image: int, text: int) -> dict[str, Any]:
     width, tokens = block.attn.to_q.in_features, text + image
-    turn = new(tokens, block.attn.inner_dim // block.attn.heads // 2).float()
+    angles = blocks.unit_angles(new, tokens, block.attn.inner_dim // block.attn.heads // 2)
     return {
         "hidden_states": new(2, tokens, width),
         "modulation": new(3, 4 * width),
-        "rotary_emb": torch.polar(torch.ones_like(turn), turn),
-        "target_token_mask": torch.arange(tokens, device=turn.device) >= text,
+        "rotary_emb": angles,
+        "target_token_mask": torch.arange(tokens, device=angles.device) >= text,
         "segments": [(0, text, True)],
     }
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
 from torch import Tensor
 
@@ -25,21 +24,12 @@ class QwenImageProcessor(QwenDoubleStreamAttnProcessor2_0):  # type: ignore[misc
         attention_mask: Tensor | None = None,
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
         again: blocks.Inputs = (None, None),
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """As diffusers' own: the image's and the text's outputs."""
         image, text, size = hidden_states, encoder_hidden_states, attn.inner_dim // attn.heads
         of_image, of_text = (blocks.complex_angles(each) for each in image_rotary_emb or (None, None))
-        attended = dispatch_attention_fn(
-            *blocks.joint(attn, size, (text, of_text), (image, of_image), again, text_first=True),
-            attn_mask=_joint_mask(image, encoder_hidden_states_mask),
-            dropout_p=0.0,
-            is_causal=False,
-            backend=self._attention_backend,
-            parallel_config=self._parallel_config,
-        )
-        out, layer = attn.to_out[0], attn.to_add_out
-        text, image = blocks.outputs(attended, image, (text.shape[1], layer), (image.shape[1], out))
-        return attn.to_out[1](image), text
+        mask, streams = _joint_mask(image, encoder_hidden_states_mask), ((text, of_text), (image, of_image))
+        return blocks.joint_attention(self, attn, size, *streams, again, mask, text_first=True)
 
 
 def _joint_mask(image: Tensor, text: Tensor | None) -> Tensor | None:
@@ -79,19 +69,19 @@ def _trouble(block: Any) -> str | None:
         return "its modulation differs by token (zero_cond_t)"
     return blocks.first(
         blocks.layer_norm_trouble(block.img_norm1, block.img_norm2, block.txt_norm1, block.txt_norm2),
-        blocks.norm_trouble(block.attn, "norm_q", "norm_k", "norm_added_q", "norm_added_k"),
+        blocks.norm_trouble(block.attn, added=True),
     )
 
 
 def _example(block: Any, new: New, image: int, text: int) -> dict[str, Any]:
     half, width = block.attention_head_dim // 2, block.dim
-    angles = tuple(new(tokens, half).float() for tokens in (image, text))
+    angles = tuple(blocks.unit_angles(new, tokens, half) for tokens in (image, text))
     return {
         "hidden_states": new(2, image, width),
         "encoder_hidden_states": new(2, text, width),
         "encoder_hidden_states_mask": None,
         "temb": new(2, width),
-        "image_rotary_emb": tuple(torch.polar(torch.ones_like(turn), turn) for turn in angles),
+        "image_rotary_emb": angles,
     }
 
 

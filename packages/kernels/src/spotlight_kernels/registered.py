@@ -61,7 +61,7 @@ def _join_heads(
     offset: float,
     rounded: bool,
 ) -> Tensor:
-    joint = _empty_joint(xs, weights, cosines, sines, size, eps, offset, rounded)
+    joint = _empty_joint(xs, weights, cosines, sines, size)
     start = 0
     for x, weight, cos, sin in zip(xs, weights, cosines, sines, strict=True):
         batch, tokens, width = x.shape
@@ -88,16 +88,7 @@ def _join_heads(
     return joint
 
 
-def _empty_joint(
-    xs: list[Tensor],
-    weights: list[Tensor | None],
-    cosines: list[Tensor | None],
-    sines: list[Tensor | None],
-    size: int,
-    eps: float,
-    offset: float,
-    rounded: bool,
-) -> Tensor:
+def _empty_joint(xs: list[Tensor], weights: Any, cosines: Any, sines: Any, size: int, *others: Any) -> Tensor:
     batch, _, width = xs[0].shape
     return xs[0].new_empty(batch, sum(x.shape[1] for x in xs), width // size, size)
 
@@ -222,10 +213,9 @@ def _add_norm_backward(
     eps: float,
     offset: float,
 ) -> tuple[Tensor, Tensor]:
-    modulation = (gate, scale, weight, branch_weight, chosen)
-    to_x, to_y = _empty_rows_backward(from_total, from_out, total, y, *modulation, eps, offset)
+    given = (gate, scale, weight, branch_weight, chosen, from_total, from_out)
+    to_x, to_y = _empty_rows_backward(from_total, from_out, total, y, *given)
     grid, sizes, warps = _rows(to_x, 1, 4)
-    given = (*modulation, from_total, from_out)
     rows_backward.launch(
         grid,
         (*(_or(each, to_x) for each in (total, y, *given)), to_x, to_y),
@@ -245,9 +235,7 @@ def _empty_rows_backward(
     scale: Tensor | None,
     weight: Tensor | None,
     branch_weight: Tensor | None,
-    chosen: Tensor | None,
-    eps: float,
-    offset: float,
+    *others: Any,
 ) -> tuple[Tensor, Tensor]:
     given = from_total if from_out is None else from_out
     assert given is not None
@@ -315,6 +303,19 @@ _PLAIN = {Tensor, torch.nn.Parameter, type(None), list, int, float, bool}
 """Types without a dispatch of their own, which sharded tensors and those without memory have."""
 
 
+def register(schema: str, launch: Callable[..., Any], shape: Callable[..., Any]) -> Any:
+    """An operator of torch, called through its dispatch; as :class:`_Operator` takes them."""
+    _OPERATORS.define(schema)  # type: ignore[no-untyped-call]
+    name = schema.split("(")[0]
+    for key, function in (
+        ("Meta", shape),
+        ("CUDA", launch),
+        *((("CPU", launch),) if INTERPRETED else ()),
+    ):
+        _OPERATORS.impl(name, function, key)  # type: ignore[no-untyped-call]
+    return getattr(torch.ops.spotlight_kernels, name).default
+
+
 class _Operator:
     """An operator of torch; where nothing else would hear of it, without torch's dispatch, to spare the host.
 
@@ -331,16 +332,8 @@ class _Operator:
         shape: Callable[..., Any],
         like: Callable[..., Tensor] = lambda first, *_: first,
     ) -> None:
-        _OPERATORS.define(schema)  # type: ignore[no-untyped-call]
-        name = schema.split("(")[0]
-        for key, function in (
-            ("Meta", shape),
-            ("CUDA", launch),
-            *((("CPU", launch),) if INTERPRETED else ()),
-        ):
-            _OPERATORS.impl(name, function, key)  # type: ignore[no-untyped-call]
         self._launch, self._like = launch, like
-        self._dispatched = getattr(torch.ops.spotlight_kernels, name).default
+        self._dispatched = register(schema, launch, shape)
 
     def __call__(self, *arguments: Any) -> Any:
         # Compilers, counters and selective recomputation listen.

@@ -10,7 +10,7 @@ from diffusers.models.attention_processor import JointAttnProcessor2_0
 from torch import Tensor
 
 from spotlight_kernels import blocks
-from spotlight_kernels.blocks import New, Normed
+from spotlight_kernels.blocks import Normed
 from spotlight_kernels.operators import gated_add
 
 
@@ -77,20 +77,9 @@ def _trouble(block: Any) -> str | None:
     norms = [block.norm1.norm, block.norm1_context.norm, block.norm2]
     if not block.context_pre_only:
         norms.append(block.norm2_context)
-    own = None if block.attn2 is None else blocks.norm_trouble(block.attn2, "norm_q", "norm_k", optional=True)
-    names = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
-    return blocks.first(
-        blocks.layer_norm_trouble(*norms), blocks.norm_trouble(block.attn, *names, optional=True), own
-    )
+    own = None if block.attn2 is None else blocks.norm_trouble(block.attn2, optional=True)
+    joint = blocks.norm_trouble(block.attn, added=True, optional=True)
+    return blocks.first(blocks.layer_norm_trouble(*norms), joint, own)
 
 
-def _example(block: Any, new: New, image: int, text: int) -> dict[str, Any]:
-    width = block.attn.query_dim
-    return {
-        "hidden_states": new(2, image, width),
-        "encoder_hidden_states": new(2, text, width),
-        "temb": new(2, width),
-    }
-
-
-JOINT = blocks.Kind(forward, _trouble, _example, {JointAttnProcessor2_0: SD3Processor})
+JOINT = blocks.Kind(forward, _trouble, blocks.two_streams_example, {JointAttnProcessor2_0: SD3Processor})

@@ -73,7 +73,7 @@ def _trouble(block: Any) -> str | None:
     if any(type(norm) is not FP32LayerNorm or norm.weight is not None for norm in norms):
         return "its streams have no LayerNorm without weights"
     return blocks.first(
-        *(blocks.norm_trouble(attn, "norm_q", "norm_k") for attn in (block.attn1, block.attn2)),
+        *(blocks.norm_trouble(attn) for attn in (block.attn1, block.attn2)),
         *(blocks.fused_projections(attn) for attn in (block.attn1, block.attn2)),
     )
 

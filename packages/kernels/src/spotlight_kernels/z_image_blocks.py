@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from diffusers.models.normalization import RMSNorm
 from diffusers.models.transformers.transformer_z_image import ZSingleStreamAttnProcessor
 from torch import Tensor
@@ -69,16 +68,12 @@ def _trouble(block: Any) -> str | None:
         return "its streams have no RMSNorm with weights alone"
     if len({norm.eps for norm in norms}) > 1:
         return "its norms have several eps"
-    return blocks.norm_trouble(block.attention, "norm_q", "norm_k", optional=True)
+    return blocks.norm_trouble(block.attention, optional=True)
 
 
 def _example(block: Any, new: New, image: int, text: int) -> dict[str, Any]:
-    turn = new(2, image, block.head_dim // 2).float()
-    given = {
-        "x": new(2, image, block.dim),
-        "attn_mask": None,
-        "freqs_cis": torch.polar(torch.ones_like(turn), turn),
-    }
+    angles = blocks.unit_angles(new, 2, image, block.head_dim // 2)
+    given = {"x": new(2, image, block.dim), "attn_mask": None, "freqs_cis": angles}
     if block.modulation:
         given["adaln_input"] = new(2, block.adaLN_modulation[0].in_features)
     return given

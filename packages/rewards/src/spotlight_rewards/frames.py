@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from spotlight_rewards.reward import Image, RewardFunction, SampleError
+from spotlight_rewards.reward import Curves, Image, RewardFunction, SampleError
 
 Reduction: TypeAlias = Callable[[NDArray[np.float64]], Any]
 
@@ -47,7 +47,7 @@ class OverFrames:
 
     def __call__(
         self, images: Sequence[Image], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-    ) -> Sequence[float | SampleError] | Mapping[str, Sequence[float | SampleError]]:
+    ) -> Sequence[float | SampleError] | Curves:
         """Scores per picture or video; in one call of the reward, which may compare pictures."""
         if all(image.ndim == 3 for image in images):
             return self.function(images, prompts, metadata)

@@ -28,6 +28,7 @@ from spotlight_rewards.reading.legibility import (
 from spotlight_rewards.reading.tesseract_data import readable_characters
 from spotlight_rewards.reward import Image, RewardInputError, RewardSetupError, best_with
 from spotlight_rewards.reward_facts import Example, Reads, RewardFacts
+from spotlight_rewards.reward_registry import require_package
 
 FACTS = RewardFacts(
     runs_on="CPU",
@@ -238,13 +239,9 @@ def _enlarged(image: Image) -> Image:
 def _engine(language: str) -> _Engine:
     # Read when its library is loaded: threads of one picture cost more than they gain, processes scale.
     os.environ.setdefault("OMP_THREAD_LIMIT", "1")
-    try:
-        import tesserocr
-    except ImportError as error:
-        raise RewardSetupError(
-            f"ocr reward: the Python package 'tesserocr' cannot be imported ({error}). "
-            "Install it: pip install 'spotlight-rewards[ocr]'"
-        ) from error
+    require_package("ocr", "tesserocr", "ocr")
+    import tesserocr
+
     directory = _data_directory(language)
     try:
         engine: _Engine = tesserocr.PyTessBaseAPI(

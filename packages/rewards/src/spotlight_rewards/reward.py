@@ -137,7 +137,7 @@ class RewardFunction(Protocol):
         images: Sequence[Image],
         prompts: Sequence[str],
         metadata: Sequence[Mapping[str, Any]],
-    ) -> Sequence[float | SampleError] | Mapping[str, Sequence[float | SampleError]]:
+    ) -> Sequence[float | SampleError] | Curves:
         """Score every image."""
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeGuard, cast
 
 from spotlight_rewards.frames import FrameRule, OverFrames
 from spotlight_rewards.registry import REWARDS
@@ -125,18 +125,17 @@ def load(
     check: Check | None
     scored_by: ScoredBy | None
     gradient: Differentiate | None = None
-    if isinstance(found, type) and issubclass(found, Reward):
+    if _is_class(found):
         reward = found(**params, context=context)
-        function, check, scored_by = reward, reward.check, reward.scored_by
+        function, check = reward, reward.check
+        scored_by = None if found.scored_by is Reward.scored_by else reward.scored_by
         gradient = reward.gradient if _differentiable(found) else None
-        names_scorer = found.scored_by is not Reward.scored_by
     else:
         function = cast(RewardFunction, partial(found, **_context_for(found, context), **params))
         check = _hook(name_or_path, module, "check(prompts, metadata)", params, context)
         scored_by = _hook(name_or_path, module, "scored_by()", params, context)
-        names_scorer = scored_by is not None
-    if not names_scorer:
-        scored_by = None if name_or_path in REWARDS.built_in else partial(_code_of, module)
+    if scored_by is None and name_or_path not in REWARDS.built_in:
+        scored_by = partial(_code_of, module)
     traits: RewardTraits = getattr(found, "traits", RewardTraits())
     traits = replace(
         traits,
@@ -180,7 +179,7 @@ def differentiable_names() -> list[str]:
 
 
 def _differentiable(found: Callable[..., Any]) -> bool:
-    return isinstance(found, type) and issubclass(found, Reward) and found.gradient is not Reward.gradient
+    return _is_class(found) and found.gradient is not Reward.gradient
 
 
 def tiny_params(name_or_path: str, folder: Path, params: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -191,7 +190,7 @@ def tiny_params(name_or_path: str, folder: Path, params: Mapping[str, Any]) -> d
     None for a reward whose module has no ``tiny``. Raises RewardSetupError.
     """
     module, found = _found(name_or_path)
-    if isinstance(found, type) and issubclass(found, Reward):
+    if _is_class(found):
         _require_fitting_params(name_or_path, found, params)
         with missing_packages_named(name_or_path):
             return found(**params).tiny(folder)
@@ -212,6 +211,17 @@ def missing_packages_named(reward: str) -> Iterator[None]:
         raise RewardSetupError(
             f"reward {reward!r} needs {needed}, which is not installed; "
             f"pip install 'spotlight-rewards{extra}'"
+        ) from error
+
+
+def require_package(reward: str, package: str, extra: str) -> None:
+    """Raise RewardSetupError unless a package can be imported that an extra of this one installs."""
+    try:
+        importlib.import_module(package)
+    except ImportError as error:
+        raise RewardSetupError(
+            f"{reward} reward: the Python package {package!r} cannot be imported ({error}). "
+            f"Install it: pip install 'spotlight-rewards[{extra}]'"
         ) from error
 
 
@@ -342,7 +352,7 @@ def _context_for(function: Callable[..., Any], context: RewardContext) -> dict[s
     return {_CONTEXT: context} if _CONTEXT in names else {}
 
 
-def _is_class(found: Callable[..., Any]) -> bool:
+def _is_class(found: Callable[..., Any]) -> TypeGuard[type[Reward]]:
     return isinstance(found, type) and issubclass(found, Reward)
 
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, Literal, get_args
+from functools import lru_cache, wraps
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,7 @@ from scipy.optimize import linear_sum_assignment
 
 from spotlight_rewards.geneval.requirements import MetadataFormat, Requirement, Requirements
 from spotlight_rewards.geneval.verdicts import direction
-from spotlight_rewards.reward import Image, RewardInputError
+from spotlight_rewards.reward import Function, Image, RewardInputError
 from spotlight_rewards.reward_facts import Example, Reads, RewardFacts
 
 PALETTE: Mapping[str, tuple[int, int, int]] = {
@@ -71,6 +71,7 @@ _IOU_FULL, _IOU_MARGIN = 0.85, 0.2  # graded: saturation, and the width of the r
 _COLOR_DISTANCE_MAX = 110.0  # strict: maximum distance to have a colour
 _COLOR_FULL, _COLOR_ZERO, _COLOR_MARGIN = 45.0, 135.0, 120.0  # graded, RGB units
 _SUPERSAMPLING = 8
+_SMALL_AREA = 64 * 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +156,19 @@ def parse_requirements(prompt: str, metadata: Mapping[str, Any]) -> Requirements
     return _FORMAT.parse(prompt, metadata)
 
 
-@lru_cache(maxsize=4096)
+def _kept(function: Function) -> Function:
+    """Keep what was made for small boxes, of which there are few; 4096 large ones would take gigabytes."""
+    of_small, of_large = lru_cache(maxsize=4096)(function), lru_cache(maxsize=64)(function)
+
+    @wraps(function)
+    def found(*box: Any) -> Any:
+        *_, width, height = box
+        return (of_small if width * height <= _SMALL_AREA else of_large)(*box)
+
+    return cast(Function, found)
+
+
+@_kept
 def coverage(shape: str, width: int, height: int) -> NDArray[np.float32]:
     """Share of each pixel covered by a shape that fills its box: [height, width] in [0, 1].
 
@@ -175,7 +188,7 @@ def coverage(shape: str, width: int, height: int) -> NDArray[np.float32]:
     return result
 
 
-@lru_cache(maxsize=4096)
+@_kept
 def _templates(width: int, height: int) -> NDArray[np.bool_]:
     fitted = []
     for shape in SHAPES:

@@ -27,7 +27,7 @@ from spotlight_rewards.ballots import (
     Vote,
     picture_name,
 )
-from spotlight_rewards.base.picture_page import picture_of
+from spotlight_rewards.base.picture_page import frames_of, picture_of
 from spotlight_rewards.reward import (
     Curves,
     Image,
@@ -161,7 +161,7 @@ def _awaited(box: BallotBox, ballot: Ballot, pictures: Mapping[str, bytes], ends
 
 def _png(media: Image) -> bytes:
     """As PNG; of a video an animated one."""
-    first, *others = [PILImage.fromarray(frame) for frame in (media[None] if media.ndim == 3 else media)]
+    first, *others = [PILImage.fromarray(frame) for frame in frames_of(media)]
     buffer = io.BytesIO()
     if others:
         first.save(buffer, "PNG", save_all=True, append_images=others, duration=1000 / _SHOWN_FPS)

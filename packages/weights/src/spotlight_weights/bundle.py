@@ -3,8 +3,8 @@
 The bytes are a safetensors file with tensors named ``slot/name``, in one order. The digest is of the bytes;
 they hold neither version nor lineage, so equal content has an equal digest.
 
-Invariant: :func:`bind` writes nothing until digest, slots, names, shapes, types, and the number of bound
-modules on both sides are checked.
+Invariant: a :class:`Bundle` has the digest of its manifest, and :func:`bind` writes nothing until slots,
+names, shapes, types, and the number of bound modules on both sides are checked.
 """
 
 from __future__ import annotations
@@ -288,36 +288,24 @@ def _parsed(data: Tensor) -> tuple[list[tuple[str, str]], list[Kind], Tensor]:
 
 
 def bind(
-    manifest: WeightsManifest,
-    data: bytes | bytearray | Bundle,
-    target: Bindable,
-    *,
-    needs: Collection[str] = (),
-    dtype: torch.dtype | None = None,
+    bundle: Bundle, target: Bindable, *, needs: Collection[str] = (), dtype: torch.dtype | None = None
 ) -> None:
     """Copy a version into a worker's weight slots: all or nothing.
 
     Args:
-        data: bytes, or a :class:`Bundle`, which is not hashed again.
         needs: slots that the bundle must contain.
         dtype: that it was rounded to for publishing; default: that of the slots.
 
     Raises:
         WeightsError: anything differs; nothing has been written.
     """
-    bundle = data if isinstance(data, Bundle) else read(manifest, data)
-    if bundle.manifest.digest != manifest.digest:
-        raise WeightsError(
-            f"weights of {manifest}: found a bundle with digest {bundle.manifest.digest}, expected "
-            f"{manifest.digest}; {_FETCH_AGAIN}"
-        )
+    manifest, tensors = bundle.manifest, bundle.tensors
     if not 0 < manifest.modules_bound == target.modules_bound:
         raise WeightsError(
             f"weights of {manifest}: published for {manifest.modules_bound} modules, but "
             f"{target.modules_bound} are bound here; expected the same number, at least 1: give learner and "
             "workers the same model, learner.mode and learner.lora.targets"
         )
-    tensors = bundle.tensors
     absent = [slot for slot in tensors if slot not in target.slots]
     lacking = [slot for slot in needs if slot not in tensors]
     if absent or lacking:

@@ -64,7 +64,7 @@ class BundleLoader:
                     "the same: give learner and workers the same model files and package"
                 )
             bundle = self.cache.get(manifest, lambda: self._fetch(manifest))
-            bind(manifest, bundle, self.slots, needs=self.used[:1], dtype=self.dtype)
+            bind(bundle, self.slots, needs=self.used[:1], dtype=self.dtype)
         except NoSpaceError:
             raise
         except WeightsError as error:

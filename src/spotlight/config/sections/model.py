@@ -83,7 +83,7 @@ class ModelConfig(Section):
     cuda_graphs: Annotated[bool, WORK] = False
     """Capture each kind of forward without gradient (slot, batch size, text length) as a CUDA graph, when it
     comes the second time: faster where small batches wait for the host. LoRA on bfloat16 weights; not for
-    Qwen-Image-2.1, FLUX.1-Kontext and HunyuanVideo 1.5.
+    Qwen-Image-2.1 and HunyuanVideo 1.5.
     """
     text_encoder: Literal["device", "cpu"] = "device"
     """Where prompts are embedded before the model is read: on the device of the run, or on the CPU, which may

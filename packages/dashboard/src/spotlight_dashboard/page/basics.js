@@ -41,7 +41,7 @@ async function ask(run, what, query = {}) {
       "This is not in the file. To see it: spotlight dashboard, on the machine that has the run.",
     );
   }
-  return fetched(`api/runs/${encodeURIComponent(run)}/${key}`);
+  return fetched(`${runAddress(run)}/${key}`);
 }
 
 async function fetched(address) {
@@ -71,16 +71,19 @@ async function sent(address, content) {
   if (!answer.ok) throw Object.assign(new Refused(await answer.text()), { status: answer.status });
 }
 
+/** Below what the server answers about a run. */
+const runAddress = (run, ...parts) => ["api/runs", ...[run, ...parts].map(encodeURIComponent)].join("/");
+
 /** `kind`: `picture` of an evaluation, or `training`. */
 function pictureAddress(run, kind, iteration, index) {
   if (INLINED) return INLINED.pictures[`${kind}/${iteration}/${index}`] ?? "";
-  return `api/runs/${encodeURIComponent(run)}/${kind}/${iteration}/${index}`;
+  return runAddress(run, kind, iteration, index);
 }
 
 /** A picture that prompts are about, by its file's name. */
 function referenceAddress(run, name) {
   if (INLINED) return INLINED.pictures[`reference/${name}`] ?? "";
-  return `api/runs/${encodeURIComponent(run)}/reference/${encodeURIComponent(name)}`;
+  return runAddress(run, "reference", name);
 }
 
 /** Pictures that a prompt is about, beside its results. */
@@ -144,6 +147,51 @@ function card(label, value, ...notes) {
 const empty = (text) => h("p", { class: "empty" }, text);
 const failed = (error) =>
   h("div", { class: "empty error", role: "alert" }, error instanceof Refused ? error.message : String(error));
+
+const buttonOf = (content, click, attributes = {}) =>
+  h("button", { type: "button", on: { click }, ...attributes }, content);
+
+/** A box to check, of which `change` is told whether it is. */
+const boxOf = (checked, change, attributes = {}) =>
+  h("input", {
+    type: "checkbox",
+    checked,
+    on: { change: (event) => change(event.target.checked) },
+    ...attributes,
+  });
+
+/** A choice among `options` [value, name], of which `change` is told the value. */
+const choiceOf = (options, chosen, change, attributes = {}) =>
+  h(
+    "select",
+    { on: { change: (event) => change(event.target.value) }, ...attributes },
+    options.map(([value, name]) => h("option", { value, selected: value === chosen }, name)),
+  );
+
+/** Buttons to other pages of a list. `pages`: where those after the first begin; `oldest`: where the next would. */
+function pagerOf(pages, oldest, more, show) {
+  const newer = () => {
+    pages.pop();
+    show();
+  };
+  const older = () => {
+    pages.push(oldest);
+    show();
+  };
+  return h(
+    "div",
+    { class: "controls" },
+    pages.length ? buttonOf("Newer", newer) : null,
+    more ? buttonOf("Older", older) : null,
+  );
+}
+
+/** `items` by what `key` says of them, in their order. */
+function groupedBy(items, key) {
+  const groups = new Map();
+  for (const item of items) groups.set(key(item), [...(groups.get(key(item)) ?? []), item]);
+  return groups;
+}
 
 /** A table; a column is [title, function of a row, class]. */
 function table(columns, rows, caption) {

@@ -57,13 +57,13 @@ function dropCharts(place) {
 const plain = (text) => String(text).slice(0, 120).replaceAll("&", "&amp;").replaceAll("<", "&lt;");
 
 /**
- * Draw curves into `place`, an element that stays. A curve: {name, x, y, stderr?, dash?, colour?, bars?, steps?};
+ * Draw curves into `place`, an element that stays. A curve: {name, x, y, stderr?, dash?, steps?};
  * with `steps` a value holds until the next, and x are times. Markers are drawn where points are few.
  * A change of the configuration: {x, iteration, words, run?}, a line with what changed under the pointer.
  */
 async function drawCurves(
   place,
-  { title, xLabel, yLabel, curves, changes = [], stacked = false, height = 270, xRange = null },
+  { title, xLabel, yLabel, curves, changes = [], height = 270, xRange = null },
 ) {
   const shown = curves.filter((curve) => curve.y.some(known));
   if (!shown.length) return renew(place, empty(`${title}: nothing recorded yet.`));
@@ -71,31 +71,22 @@ async function drawCurves(
   if (!place.isConnected) return; // the view was left meanwhile
   if (!place.querySelector(".plotly")) place.replaceChildren();
   const traces = shown.map((curve, index) => {
-    const colour = curve.colour ?? lineColour(index);
-    if (curve.bars)
-      return { type: "bar", name: plain(curve.name), x: curve.x, y: curve.y, marker: { color: colour } };
     const few = curve.y.length <= 60;
-    if (curve.steps) {
+    const [color, name] = [lineColour(index), plain(curve.name)];
+    const line = { color, width: 2, dash: curve.dash ?? "solid" };
+    const trace = { type: "scatter", name, x: curve.x, y: curve.y, connectgaps: false };
+    if (curve.steps)
       return {
-        type: "scatter",
+        ...trace,
         mode: "lines",
-        name: plain(curve.name),
-        x: curve.x,
-        y: curve.y,
-        connectgaps: false,
-        line: { color: colour, width: 2, shape: "hv", dash: curve.dash ?? "solid" },
-        hovertemplate: `%{y:.5g} from %{x|%H:%M:%S}<extra>${plain(curve.name)}</extra>`,
+        line: { ...line, shape: "hv" },
+        hovertemplate: `%{y:.5g} from %{x|%H:%M:%S}<extra>${name}</extra>`,
       };
-    }
     return {
-      type: "scatter",
+      ...trace,
       mode: few ? "lines+markers" : "lines",
-      name: plain(curve.name),
-      x: curve.x,
-      y: curve.y,
-      line: { color: colour, width: 2, dash: curve.dash ?? "solid" },
+      line,
       marker: { size: 5 },
-      connectgaps: false,
       ...(curve.stderr
         ? {
             error_y: {
@@ -104,11 +95,11 @@ async function drawCurves(
               visible: true,
               thickness: 1,
               width: few ? 3 : 0,
-              color: colour,
+              color,
             },
           }
         : {}),
-      hovertemplate: `%{y:.5g} at %{x:.6~g}<extra>${plain(curve.name)}</extra>`,
+      hovertemplate: `%{y:.5g} at %{x:.6~g}<extra>${name}</extra>`,
     };
   });
   const axis = {
@@ -122,7 +113,6 @@ async function drawCurves(
   const layout = {
     title: { text: plain(title), font: { size: 14 }, x: 0, xref: "paper", xanchor: "left" },
     height,
-    barmode: stacked ? "stack" : undefined,
     margin: { l: 52, r: 14, t: 38, b: 44 },
     paper_bgcolor: "rgba(0,0,0,0)",
     plot_bgcolor: "rgba(0,0,0,0)",
@@ -183,6 +173,9 @@ function smoothed(values, share) {
   });
 }
 
+const swatchOf = (phase, text) =>
+  h("span", {}, h("span", { class: "swatch", style: { background: phaseColour(phase) } }), text);
+
 /** One bar of shares with its legend: {phase: amount}. */
 function phaseBar(amounts, unit) {
   const parts = Object.entries(amounts)
@@ -210,14 +203,7 @@ function phaseBar(amounts, unit) {
     h(
       "div",
       { class: "legend" },
-      parts.map(([phase, amount], index) =>
-        h(
-          "span",
-          {},
-          h("span", { class: "swatch", style: { background: phaseColour(phase) } }),
-          `${shares[index]} (${unit(amount)})`,
-        ),
-      ),
+      parts.map(([phase, amount], index) => swatchOf(phase, `${shares[index]} (${unit(amount)})`)),
     ),
   );
 }

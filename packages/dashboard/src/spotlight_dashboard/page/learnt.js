@@ -68,21 +68,11 @@ async function beforeAndAfter(run, iterations, after, vote) {
             { class: "frames" },
             shown.map((iteration, at) =>
               by[at].has(picture.index)
-                ? h(
-                    "figure",
-                    {},
-                    h(
-                      "button",
-                      {
-                        type: "button",
-                        "data-key": `${picture.index} ${at}`,
-                        "aria-label": `enlarge, ${named(iteration)}: ${picture.caption.slice(0, 80)}`,
-                        on: { click: () => enlarge(run, by[at].get(picture.index), iteration, iterations) },
-                      },
-                      image(run, by[at].get(picture.index), iteration),
-                    ),
-                    h("figcaption", {}, named(iteration)),
-                  )
+                ? frameOf(run, by[at].get(picture.index), iteration, iterations, {
+                    key: `${picture.index} ${at}`,
+                    enlarges: `enlarge, ${named(iteration)}`,
+                    caption: named(iteration),
+                  })
                 : null,
             ),
           ),

@@ -37,25 +37,19 @@ function picturesView(place, { run, go }) {
     },
   });
   const label = h("output", { class: "faint" });
-  const play = h("button", { type: "button", on: { click: () => (playing ? stop() : start()) } }, "▶ Play");
+  const play = buttonOf("▶ Play", () => (playing ? stop() : start()));
   const modes = PICTURE_MODES.map(([mode, name]) =>
-    h(
-      "button",
-      {
-        type: "button",
-        "aria-pressed": String(choice.mode === mode),
-        on: {
-          click: (event) => {
-            choice.mode = mode;
-            modes.forEach((button) =>
-              button.setAttribute("aria-pressed", String(button === event.currentTarget)),
-            );
-            scale();
-            draw();
-          },
-        },
-      },
+    buttonOf(
       name,
+      (event) => {
+        choice.mode = mode;
+        modes.forEach((button) =>
+          button.setAttribute("aria-pressed", String(button === event.currentTarget)),
+        );
+        scale();
+        draw();
+      },
+      { "aria-pressed": String(choice.mode === mode) },
     ),
   );
   const text = h("input", {
@@ -79,18 +73,10 @@ function picturesView(place, { run, go }) {
       },
     },
   });
-  const order = h(
-    "select",
-    {
-      on: {
-        change: () => {
-          choice.order = order.value;
-          draw();
-        },
-      },
-    },
-    ORDERS.map(([value, name]) => h("option", { value, selected: choice.order === value }, name)),
-  );
+  const order = choiceOf(ORDERS, choice.order, (value) => {
+    choice.order = value;
+    draw();
+  });
   const grid = h("div");
   const note = h("p", { class: "faint" });
   const ordered = h("label", {}, "Order", order);
@@ -196,12 +182,12 @@ function followed(known, found, at) {
 
 function trainingGroups(run, now, choice, go) {
   const wanted = choice.text.toLowerCase();
-  const groups = new Map();
-  for (const each of now.pictures) {
-    if (!each.caption.toLowerCase().includes(wanted)) continue;
-    const group = Math.floor(each.index / 2);
-    groups.set(group, [...(groups.get(group) ?? []), { ...each, kind: "training" }]);
-  }
+  const groups = groupedBy(
+    now.pictures
+      .filter((each) => each.caption.toLowerCase().includes(wanted))
+      .map((each) => ({ ...each, kind: "training" })),
+    (each) => Math.floor(each.index / 2),
+  );
   if (!groups.size) return empty("No picture matches.");
   return h(
     "div",
@@ -252,9 +238,7 @@ function drawnPictures(run, now, first, choice, go, iterations) {
 }
 
 function bestAndWorst(run, now, shown, go, iterations) {
-  const prompts = Map.groupBy
-    ? Map.groupBy(shown, (each) => each.caption)
-    : shown.reduce((map, each) => map.set(each.caption, [...(map.get(each.caption) ?? []), each]), new Map());
+  const prompts = groupedBy(shown, (each) => each.caption);
   if (!prompts.size) return empty("No picture matches.");
   return h(
     "div",
@@ -296,25 +280,12 @@ function pictureCard(run, each, frames, go, iterations, captioned = true) {
       "div",
       { class: "frames" },
       frames.map(([picture, label], number) =>
-        h(
-          "figure",
-          {},
-          h(
-            "button",
-            {
-              type: "button",
-              "data-key": `${picture.index} ${number}`,
-              "aria-label": `enlarge: ${picture.caption.slice(0, 80)}`,
-              on: { click: () => enlarge(run, picture, shownAt(label), iterations) },
-            },
-            image(run, picture, label),
-          ),
-          h(
-            "figcaption",
-            {},
+        frameOf(run, picture, shownAt(label), iterations, {
+          key: `${picture.index} ${number}`,
+          enlarges: "enlarge",
+          caption:
             `${label === "best" || label === "worst" ? label : frames.length > 1 ? `at ${label}` : ""}  ${score(picture.score)}`.trim(),
-          ),
-        ),
+        }),
       ),
     ),
     each.references.length ? referencesOf(each.references.map((name) => referenceAddress(run, name))) : null,
@@ -352,9 +323,22 @@ function pictureCard(run, each, frames, go, iterations, captioned = true) {
 const shownAt = (label) =>
   typeof label === "number" ? label : trains() ? pictureChoice.trained : pictureChoice.at;
 
-function image(run, picture, label) {
+/** A picture as it was at `iteration`, which a click enlarges. */
+function frameOf(run, picture, iteration, iterations, { key, enlarges, caption }) {
+  return h(
+    "figure",
+    {},
+    buttonOf(image(run, picture, iteration), () => enlarge(run, picture, iteration, iterations), {
+      "data-key": key,
+      "aria-label": `${enlarges}: ${picture.caption.slice(0, 80)}`,
+    }),
+    h("figcaption", {}, caption),
+  );
+}
+
+function image(run, picture, iteration) {
   return h("img", {
-    src: pictureAddress(run, picture.kind ?? "picture", shownAt(label), picture.index),
+    src: pictureAddress(run, picture.kind ?? "picture", iteration, picture.index),
     alt: picture.caption.slice(0, 200),
     loading: "lazy",
     on: {
@@ -400,9 +384,9 @@ function enlarge(run, picture, iteration, iterations) {
     h(
       "div",
       { class: "controls" },
-      h("button", { type: "button", on: { click: () => step(-1) } }, "← Earlier"),
-      h("button", { type: "button", on: { click: () => step(1) } }, "Later →"),
-      h("button", { type: "button", on: { click: () => dialog.close() } }, "Close"),
+      buttonOf("← Earlier", () => step(-1)),
+      buttonOf("Later →", () => step(1)),
+      buttonOf("Close", () => dialog.close()),
     ),
   );
   document.body.append(dialog);

@@ -37,11 +37,7 @@ function overviewView(place, { run }) {
   return async () => {
     await fill(cards, async () => {
       const found = await ask(run, "overview");
-      renew(
-        spent,
-        h("h2", {}, "Where the worker-seconds went"),
-        phaseBar(found.phases ?? {}, (seconds) => duration(seconds)),
-      );
+      renew(spent, h("h2", {}, "Where the worker-seconds went"), phaseBar(found.phases ?? {}, duration));
       renew(
         about,
         h("h2", {}, "Configuration"),
@@ -190,20 +186,11 @@ function auditOf(found, again) {
   if (INLINED) again = null;
   const button =
     again &&
-    h(
-      "button",
-      {
-        type: "button",
-        on: {
-          click: (event) => {
-            event.target.disabled = true;
-            event.target.textContent = "Recounting …";
-            again();
-          },
-        },
-      },
-      found.large ? "Audit now" : "Audit again",
-    );
+    buttonOf(found.large ? "Audit now" : "Audit again", (event) => {
+      event.target.disabled = true;
+      event.target.textContent = "Recounting …";
+      again();
+    });
   if (found.running) return [title, h("p", { class: "faint" }, "Recounting …")];
   if (found.large)
     return [
@@ -308,20 +295,10 @@ function curvesView(place, { run, runs }) {
   const list = h("div", { class: "metrics" });
   const shown = new Map();
   let names = [];
-  const axis = h(
-    "select",
-    {
-      on: {
-        change: (event) => {
-          choice.axis = event.target.value;
-          refresh();
-        },
-      },
-    },
-    Object.entries(AXIS_NAMES).map(([value, name]) =>
-      h("option", { value, selected: choice.axis === value }, name),
-    ),
-  );
+  const axis = choiceOf(Object.entries(AXIS_NAMES), choice.axis, (value) => {
+    choice.axis = value;
+    refresh();
+  });
   const smoothing = h("input", {
     type: "range",
     min: "0",
@@ -347,35 +324,24 @@ function curvesView(place, { run, runs }) {
       },
     },
   });
-  const means = h("input", {
-    type: "checkbox",
-    checked: choice.means,
-    on: {
-      change: (event) => {
-        choice.means = event.target.checked;
+  const means = boxOf(choice.means, (checked) => {
+    choice.means = checked;
+    refresh();
+  });
+  const membership = (names, name, attributes) =>
+    boxOf(
+      names.has(name),
+      (checked) => {
+        names[checked ? "add" : "delete"](name);
         refresh();
       },
-    },
-  });
+      attributes,
+    );
   const others = runs
     .filter((each) => each.name !== run)
     .slice(0, 30)
     .map((each) =>
-      h(
-        "label",
-        {},
-        h("input", {
-          type: "checkbox",
-          checked: choice.others.has(each.name),
-          on: {
-            change: (event) => {
-              choice.others[event.target.checked ? "add" : "delete"](each.name);
-              refresh();
-            },
-          },
-        }),
-        h("span", { class: "words" }, each.name),
-      ),
+      h("label", {}, membership(choice.others, each.name), h("span", { class: "words" }, each.name)),
     );
   place.replaceChildren(
     h(
@@ -401,24 +367,16 @@ function curvesView(place, { run, runs }) {
     const matching = names.filter(({ name }) => name.toLowerCase().includes(choice.filter.toLowerCase()));
     renew(
       list,
-      ...matching.slice(0, 400).map(({ name, last }) =>
-        h(
-          "label",
-          {},
-          h("input", {
-            type: "checkbox",
-            "data-key": name,
-            checked: choice.chosen.has(name),
-            on: {
-              change: (event) => {
-                choice.chosen[event.target.checked ? "add" : "delete"](name);
-                refresh();
-              },
-            },
-          }),
-          h("span", {}, `${name} `, h("span", { class: "faint" }, figure(last))),
+      ...matching
+        .slice(0, 400)
+        .map(({ name, last }) =>
+          h(
+            "label",
+            {},
+            membership(choice.chosen, name, { "data-key": name }),
+            h("span", {}, `${name} `, h("span", { class: "faint" }, figure(last))),
+          ),
         ),
-      ),
     );
     if (!matching.length)
       renew(
@@ -442,18 +400,12 @@ function curvesView(place, { run, runs }) {
       ];
       if (choice.means && together.length > 1) return drawMeans(chart, name, together);
       const found = await Promise.all(together.map((each) => ask(each, "curve", { name })));
-      await drawCurves(chart, {
-        title: name,
-        xLabel: AXIS_NAMES[choice.axis],
-        curves: found.map((each, index) => ({
-          name: together[index],
-          x: each[choice.axis],
-          y: smoothed(each.y, choice.smoothing),
-          stderr: choice.smoothing ? null : each.stderr,
-          dash: DASHES[index % DASHES.length],
-        })),
-        changes: found.flatMap((each, index) => changesOf(each, choice.axis, found[1] && together[index])),
-      });
+      await drawTogether(
+        chart,
+        name,
+        found.map((each, index) => ({ ...each, name: together[index], x: each[choice.axis] })),
+        found.flatMap((each, index) => changesOf(each, choice.axis, found[1] && together[index])),
+      );
       const thinned = found.filter((each) => each.points > each.y.length);
       return thinned.length
         ? `${count(thinned[0].y.length)} of ${count(thinned[0].points)} points: the least and greatest of each stretch.`
@@ -461,28 +413,35 @@ function curvesView(place, { run, runs }) {
     });
   }
 
+  const drawTogether = (chart, title, curves, changes) =>
+    drawCurves(chart, {
+      title,
+      xLabel: AXIS_NAMES[choice.axis],
+      curves: curves.map(({ name, x, y, stderr }, index) => ({
+        name,
+        x,
+        y: smoothed(y, choice.smoothing),
+        stderr: choice.smoothing ? null : stderr,
+        dash: DASHES[index % DASHES.length],
+      })),
+      changes,
+    });
+
   async function drawMeans(chart, name, together) {
     const query = [["name", name], ["axis", choice.axis], ...together.map((each) => ["run", each])];
     const { groups } = await fetched(`api/means?${new URLSearchParams(query)}`);
-    await drawCurves(chart, {
-      title: name,
-      xLabel: AXIS_NAMES[choice.axis],
-      curves: groups.map((each, index) => ({
-        name: each.name,
-        x: each.x,
-        y: smoothed(each.y, choice.smoothing),
-        stderr: choice.smoothing ? null : each.half,
-        dash: DASHES[index % DASHES.length],
-      })),
-      changes: groups.flatMap((each) => each.changes),
-    });
+    const curves = groups.map((each) => ({ ...each, stderr: each.half }));
+    await drawTogether(
+      chart,
+      name,
+      curves,
+      groups.flatMap((each) => each.changes),
+    );
     const several = groups.filter((each) => each.runs.length > 1);
     const repeated = groups.flatMap((each) => each.repeated_seeds);
     return several.length
       ? `Means and 90 % intervals over the seeds of a configuration: ${several.map((each) => each.runs.join(", ")).join("; ")}.` +
-          (repeated.length
-            ? ` Too narrow, as of the same run_seed as another: ${repeated.join(", ")}.`
-            : "")
+          (repeated.length ? ` Too narrow, as of the same run_seed as another: ${repeated.join(", ")}.` : "")
       : "No two of these runs are seeds of one configuration.";
   }
 
@@ -522,10 +481,10 @@ function curvesView(place, { run, runs }) {
 // -- cluster --
 
 const SPANS = [
-  ["600", "10 minutes"],
-  ["3600", "hour"],
-  ["21600", "6 hours"],
-  ["86400", "day"],
+  ["600", "last 10 minutes"],
+  ["3600", "last hour"],
+  ["21600", "last 6 hours"],
+  ["86400", "last day"],
   ["", "whole run"],
 ];
 const clusterChoice = { span: "", page: 0 };
@@ -540,21 +499,14 @@ function clusterView(place, { run }) {
   ];
   const pages = h("span");
   const happened = h("div", { class: "card" });
-  const span = h(
-    "select",
-    {
-      disabled: Boolean(INLINED),
-      on: {
-        change: (event) => {
-          choice.span = event.target.value;
-          choice.page = 0;
-          refresh();
-        },
-      },
+  const span = choiceOf(
+    SPANS,
+    choice.span,
+    (value) => {
+      Object.assign(choice, { span: value, page: 0 });
+      refresh();
     },
-    SPANS.map(([value, name]) =>
-      h("option", { value, selected: choice.span === value }, `last ${name}`.replace("last whole", "whole")),
-    ),
+    { disabled: Boolean(INLINED) },
   );
   place.replaceChildren(
     h("div", { class: "controls" }, h("label", {}, "Show", span), pages),
@@ -571,19 +523,13 @@ function clusterView(place, { run }) {
       if (!found.lanes.length) return empty("No worker has joined yet.");
       const last = Math.ceil(found.total / found.page_size) - 1;
       const turn = (by) =>
-        h(
-          "button",
-          {
-            type: "button",
-            disabled: Boolean(INLINED) || choice.page + by < 0 || choice.page + by > last,
-            on: {
-              click: () => {
-                choice.page += by;
-                refresh();
-              },
-            },
-          },
+        buttonOf(
           by < 0 ? "Newer" : "Older",
+          () => {
+            choice.page += by;
+            refresh();
+          },
+          { disabled: Boolean(INLINED) || choice.page + by < 0 || choice.page + by > last },
         );
       renew(
         pages,
@@ -609,16 +555,7 @@ function laneLegend(found) {
   return h(
     "div",
     { class: "legend" },
-    found.phases.map(
-      (phase, index) =>
-        met.has(index) &&
-        h(
-          "span",
-          {},
-          h("span", { class: "swatch", style: { background: phaseColour(phase) } }),
-          words(phase),
-        ),
-    ),
+    found.phases.map((phase, index) => met.has(index) && swatchOf(phase, words(phase))),
     ["node_noticed", "node_drained", "node_lost", "worker_crashed"].map((kind) =>
       h("span", {}, `${MARKS[kind]} ${words(kind)}`),
     ),
@@ -949,43 +886,7 @@ function samplesView(place, { run, argument, go }) {
         before: pages.at(-1) ?? "",
       });
       if (!found.samples.length) return empty("No sample matches.");
-      return [
-        listed(found.samples, "Samples"),
-        h(
-          "div",
-          { class: "controls" },
-          pages.length
-            ? h(
-                "button",
-                {
-                  type: "button",
-                  on: {
-                    click: () => {
-                      pages.pop();
-                      search();
-                    },
-                  },
-                },
-                "Newer",
-              )
-            : null,
-          found.more
-            ? h(
-                "button",
-                {
-                  type: "button",
-                  on: {
-                    click: () => {
-                      pages.push(found.samples.at(-1).seq);
-                      search();
-                    },
-                  },
-                },
-                "Older",
-              )
-            : null,
-        ),
-      ];
+      return [listed(found.samples, "Samples"), pagerOf(pages, found.samples.at(-1).seq, found.more, search)];
     });
   return async () => {
     detail.hidden = !argument;
@@ -1094,7 +995,7 @@ function staysOf(found) {
       ["given", (each) => moment(each.at), "time"],
       ["worker", (each) => each.worker],
       ["from step", (each) => `${each.from_step} of ${found.steps}`, "number"],
-      ["what became of it", (each) => became(each)],
+      ["what became of it", became],
       ["lease", (each) => `${each.lease} of attempt ${each.attempt}`],
     ],
     found.stays,
@@ -1184,42 +1085,7 @@ function logView(place, { run }) {
       return [
         h("h2", {}, "Incidents"),
         incidentTable(log.incidents),
-        INLINED
-          ? ""
-          : h(
-              "div",
-              { class: "controls" },
-              pages.length
-                ? h(
-                    "button",
-                    {
-                      type: "button",
-                      on: {
-                        click: () => {
-                          pages.pop();
-                          readLog();
-                        },
-                      },
-                    },
-                    "Newer",
-                  )
-                : null,
-              log.more
-                ? h(
-                    "button",
-                    {
-                      type: "button",
-                      on: {
-                        click: () => {
-                          pages.push(log.incidents.at(-1).id);
-                          readLog();
-                        },
-                      },
-                    },
-                    "Older",
-                  )
-                : null,
-            ),
+        INLINED ? "" : pagerOf(pages, log.incidents.at(-1)?.id, log.more, readLog),
       ];
     });
   return async () => {

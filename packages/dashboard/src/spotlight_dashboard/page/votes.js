@@ -52,22 +52,19 @@ function votesView(place, { run }) {
   document.addEventListener("keydown", listen);
 
   function ballotOf(ballot, others) {
+    const pictureOf = (name) => runAddress(run, "ballots", ballot.id, name);
     const ranking = [];
     const loaded = new Set();
     let ready = false;
     const buttons = new Map(
       ballot.pictures.map((name, index) => {
         const badge = h("span", { class: "rank", "aria-hidden": "true" });
-        const button = h(
-          "button",
-          { type: "button", "aria-pressed": "false", on: { click: () => pick(name) } },
-          h("img", {
-            src: `api/runs/${encodeURIComponent(run)}/ballots/${ballot.id}/${name}`,
-            alt: "",
-            on: { load: (event) => seen(name, event.target), error: (event) => again(event.target) },
-          }),
-          badge,
-        );
+        const picture = h("img", {
+          src: pictureOf(name),
+          alt: "",
+          on: { load: (event) => seen(name, event.target), error: (event) => again(event.target) },
+        });
+        const button = buttonOf([picture, badge], () => pick(name), { "aria-pressed": "false" });
         return [name, { button, badge, number: index + 1 }];
       }),
     );
@@ -84,21 +81,12 @@ function votesView(place, { run }) {
           },
         })
       : null;
-    const vote = h("button", { type: "button", on: { click: () => send(ranking) } }, "Vote");
-    const alike = h("button", { type: "button", on: { click: () => send([]) } }, "All alike");
-    const clear = h(
-      "button",
-      {
-        type: "button",
-        on: {
-          click: () => {
-            ranking.length = 0;
-            draw();
-          },
-        },
-      },
-      "Clear",
-    );
+    const vote = buttonOf("Vote", () => send(ranking));
+    const alike = buttonOf("All alike", () => send([]));
+    const clear = buttonOf("Clear", () => {
+      ranking.length = 0;
+      draw();
+    });
 
     function seen(picture, image) {
       image.classList.toggle("small", image.naturalWidth < 160);
@@ -134,7 +122,7 @@ function votesView(place, { run }) {
     async function send(chosen) {
       [vote.disabled, alike.disabled, onKey] = [true, true, null];
       try {
-        await sent(`api/runs/${encodeURIComponent(run)}/ballots/${ballot.id}`, {
+        await sent(runAddress(run, "ballots", ballot.id), {
           ranking: chosen,
           voter: name?.value ?? "",
         });
@@ -177,13 +165,7 @@ function votesView(place, { run }) {
         { class: "faint" },
         "Which shows it best? Choose one, or several in their order, the best first; those not chosen come after them, all alike. Keys: 1, 2, … choose, Enter votes, 0 all alike, Backspace clears.",
       ),
-      ballot.references.length
-        ? referencesOf(
-            ballot.references.map(
-              (name) => `api/runs/${encodeURIComponent(run)}/ballots/${ballot.id}/${name}`,
-            ),
-          )
-        : null,
+      ballot.references.length ? referencesOf(ballot.references.map(pictureOf)) : null,
       h(
         "div",
         { class: "pictures" },

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from spotlight_kernels import triton_nf4
-from spotlight_kernels.launch import INTERPRETED, Kernel
+from spotlight_kernels.launch import Kernel
 from spotlight_kernels.quantised import BLOCK
+from spotlight_kernels.registered import register
 
 _AT_ONCE = 1024
-_OPERATORS = torch.library.Library("spotlight_kernels", "FRAGMENT")  # type: ignore[no-untyped-call]
 _kernel = Kernel(triton_nf4.dequantise)
 
 
@@ -20,7 +20,7 @@ def dequantise(
     packed: Tensor, scales: Tensor, levels: Tensor, shape: tuple[int, int], dtype: torch.dtype
 ) -> Tensor:
     """As :func:`spotlight_kernels.quantised.nf4.dequantise_reference`, the same bits."""
-    return cast(Tensor, torch.ops.spotlight_kernels.dequantise_nf4(packed, scales, levels, *shape, dtype))
+    return cast(Tensor, _operator(packed, scales, levels, *shape, dtype))
 
 
 def _empty(
@@ -38,13 +38,9 @@ def _dequantise(
     return out
 
 
-_OPERATORS.define(  # type: ignore[no-untyped-call]
+_operator = register(
     "dequantise_nf4(Tensor packed, Tensor scales, Tensor levels, int outputs, int inputs, ScalarType dtype) "
-    "-> Tensor"
+    "-> Tensor",
+    _dequantise,
+    _empty,
 )
-for _function, _key in (
-    (_empty, "Meta"),
-    (_dequantise, "CUDA"),
-    *(((_dequantise, "CPU"),) if INTERPRETED else ()),
-):
-    _OPERATORS.impl("dequantise_nf4", _function, _key)  # type: ignore[no-untyped-call]

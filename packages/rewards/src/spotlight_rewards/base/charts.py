@@ -105,8 +105,8 @@ def line_chart(
     )
 
 
-def ticks(low: float, high: float, *, whole: bool = False, about: int = 5) -> tuple[float, ...]:
-    """Round numbers covering ``low`` to ``high`` in about ``about`` steps; at least two.
+def ticks(low: float, high: float, *, whole: bool = False) -> tuple[float, ...]:
+    """Round numbers covering ``low`` to ``high`` in about five steps; at least two.
 
     Args:
         whole: use integer steps (iterations).
@@ -115,7 +115,7 @@ def ticks(low: float, high: float, *, whole: bool = False, about: int = 5) -> tu
     if high - low < max(1e-12 * size, _LEAST):
         pad = size * 0.1 if size > _LEAST else 1.0
         low, high = (low, low + 1) if whole else (low - pad, high + pad)
-    rough = (high - low) / about
+    rough = (high - low) / 5
     magnitude = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * magnitude for factor in (1, 2, 2.5, 5, 10) if factor * magnitude >= rough * 0.999)
     if whole:

@@ -108,8 +108,8 @@ def read_media(path: Path) -> tuple[NDArray[np.uint8], dict[str, object]]:
     """A picture [height, width, 3] or a video [frames, ...], and what is written about it.
 
     Args:
-        path: any picture that Pillow reads, animated ones included, or an MP4. Turned as its EXIF data say;
-            what is transparent is white.
+        path: any picture that Pillow reads, animated ones included, or an MP4. Turned as its EXIF data or its
+            display matrix, say; what is transparent is white.
 
     Raises:
         StoreError: the file cannot be read, or is an MP4 and PyAV is not installed.
@@ -152,7 +152,8 @@ def _read_video(path: Path) -> tuple[NDArray[np.uint8], dict[str, object]]:
         for frame in file.decode(video=0):
             if (len(frames) + 1) * frame.width * frame.height > FILE_PIXELS:
                 raise ValueError(f"more than {FILE_PIXELS:,} pixels: cut it, or save it smaller")
-            frames.append(frame.to_ndarray(format="rgb24"))
+            # As viewers turn what a telephone filmed upright: counter-clockwise by so many degrees.
+            frames.append(np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90)))
         comment = file.metadata.get("comment", "")
     try:
         about = json.loads(comment)

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Literal, NoReturn, TypeAlias
+from typing import NoReturn
 
 from spotlight_rewards.base.errors import UserError
 from spotlight_rewards.base.files import at_home
@@ -27,7 +27,6 @@ PICTURE_KEYS = ("references", "pictures")
 """Metadata that are lists of paths: what a prompt is about, and pictures of it to train on."""
 
 PROMPT = "prompt"
-PromptFormat: TypeAlias = Literal["auto", "txt", "jsonl"]
 
 _PROBLEMS_SHOWN_MAX = 10
 _REMOVED_BY_NUMBER_MAX = 50
@@ -105,21 +104,17 @@ def read_text(path: Path, split: str = "train", columns: Columns = USUAL) -> str
 
 
 def parse_prompts(
-    text: str,
-    source: str,
-    format: PromptFormat = "auto",
-    column: str = PROMPT,
-    references: str | None = None,
+    text: str, source: str, column: str = PROMPT, references: str | None = None
 ) -> list[Prompt]:
     """Parse prompts, in file order.
 
+    One a line, or JSON objects with the text as ``prompt``; other keys, such as GenEval's ``tag``,
+    ``include`` and ``exclude``, or ``references``, the paths of pictures that the prompt is about, and
+    ``pictures``, those of pictures of it, are metadata.
+
     Args:
         text: the file's content; empty lines are ignored.
-        source: the file's name, for messages and ``auto``.
-        format: ``txt`` (one prompt per line), ``jsonl`` (objects with the text as ``prompt``; other keys,
-            such as GenEval's ``tag``, ``include`` and ``exclude``, or ``references``, the paths of pictures
-            that the prompt is about, and ``pictures``, those of pictures of it, are metadata), or ``auto``:
-            by extension, else jsonl if the text begins with ``{``.
+        source: the file's name, for messages; its ending says which, else whether the text begins with ``{``.
         column: key of the text in objects; another of the name ``prompt`` is then left out.
         references: key of objects that becomes ``references``: a path, a list of them, or UniRL's ``media``.
 
@@ -136,9 +131,9 @@ def parse_prompts(
         raise PromptFileError(
             f"{source} holds no prompts; expected one prompt a line, or one JSON object a line"
         )
-    jsonl = _is_jsonl(lines[0].text, source, format)
+    jsonl = _is_jsonl(lines[0].text, source)
     if not jsonl:
-        _require_lines(lines[0].text, source, format)
+        _require_lines(lines[0].text, source)
     problems: list[str] = []
     prompts: list[tuple[int, Prompt]] = []
     for line in lines:
@@ -224,20 +219,16 @@ def with_tags(prompts: Sequence[Prompt], source: str, tags: Collection[str]) -> 
     return [prompt for prompt in prompts if prompt.metadata.get("tag") in tags]
 
 
-def _is_jsonl(first_line: str, source: str, format: PromptFormat) -> bool:
-    if format not in ("auto", "txt", "jsonl"):
-        raise PromptFileError(f"format of {source} is {format!r}; expected auto, txt or jsonl")
-    if format == "auto":
-        ending = PurePath(source).suffix.lower()
-        tables = ending == ".jsonl" or ending in DELIMITERS or is_dataset(Path(source))
-        return tables or (ending != ".txt" and first_line.startswith("{"))
-    return format == "jsonl"
+def _is_jsonl(first_line: str, source: str) -> bool:
+    ending = PurePath(source).suffix.lower()
+    tables = ending == ".jsonl" or ending in DELIMITERS or is_dataset(Path(source))
+    return tables or (ending != ".txt" and first_line.startswith("{"))
 
 
-def _require_lines(first_line: str, source: str, format: PromptFormat) -> None:
+def _require_lines(first_line: str, source: str) -> None:
     """Refuse other formats, of which every line would be a prompt."""
     ending = PurePath(source).suffix.lower()
-    if format == "auto" and ending == ".json":
+    if ending == ".json":
         raise PromptFileError(f"{source} ends with {ending}; expected {_FORMATS}. Convert it")
     if _JSON_DOCUMENT.match(first_line):
         raise PromptFileError(

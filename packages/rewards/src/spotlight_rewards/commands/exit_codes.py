@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import typer
 from rich.text import Text
 
+from spotlight_rewards.base.device_errors import is_out_of_memory
 from spotlight_rewards.base.errors import UserError
 from spotlight_rewards.base.terminal import TextConsole
 
@@ -29,9 +29,8 @@ def errors_without_traceback(exit_code: int = EXIT_NOT_STARTED) -> Iterator[None
 
 
 def is_explained(error: Exception) -> bool:
-    """Whether the message alone tells a user what to do: a :class:`UserError`, or torch's lack of memory."""
-    torch = sys.modules.get("torch")  # never imported here: without it none can have been raised
-    return isinstance(error, UserError) or (torch is not None and isinstance(error, torch.OutOfMemoryError))
+    """Whether the message alone tells a user what to do: a :class:`UserError`, or a lack of memory."""
+    return isinstance(error, UserError) or is_out_of_memory(error)
 
 
 def failure(message: str, exit_code: int = EXIT_NOT_STARTED) -> typer.Exit:

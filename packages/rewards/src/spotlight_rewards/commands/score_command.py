@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from spotlight_rewards.base.prompts import Prompt
-    from spotlight_rewards.results import SampleResult
     from spotlight_rewards.reward_config import RewardConfig
 
 _AT_ONCE = 16
@@ -61,8 +60,12 @@ class _Picture:
 
 @dataclass(frozen=True, slots=True)
 class _Scored:
+    """``value`` and ``details``, or why there are none."""
+
     picture: _Picture
-    result: SampleResult
+    value: float | None = None
+    details: Mapping[str, float] = field(default_factory=dict)
+    reason: str = ""
 
 
 def score(
@@ -122,7 +125,7 @@ def score(
             show_scores(None)  # scoring may have taken long
             raise
     show_scores(drawn)
-    if any(_value(each) is None for each in scored):
+    if any(each.value is None for each in scored):
         raise typer.Exit(EXIT_STOPPED_BY_ERROR)
 
 
@@ -194,6 +197,7 @@ def _require_prompts(reward: str, reads: str | None, pictures: Sequence[_Picture
 def _score(config: RewardConfig, pictures: Sequence[_Picture]) -> tuple[list[_Scored], str]:
     from spotlight_rewards.pool.reward_pool import RewardPool
     from spotlight_rewards.pool.waiting import SampleGroup
+    from spotlight_rewards.results import RewardFailure
 
     sizes = Counter(each.group for each in pictures)
     scored: list[_Scored] = []
@@ -208,32 +212,22 @@ def _score(config: RewardConfig, pictures: Sequence[_Picture]) -> tuple[list[_Sc
                 [each.metadata for each in part],
                 [SampleGroup(each.group, sizes[each.group]) for each in part],
             )
-            scored += [_Scored(each, result) for each, result in zip(part, batch.samples, strict=True)]
+            for each, result in zip(part, batch.samples, strict=True):
+                if isinstance(result, RewardFailure):
+                    scored.append(_Scored(each, reason=result.message))
+                else:
+                    details = result.scores[config.curve].details
+                    scored.append(_Scored(each, result.total, details))
         scored_by = pool.scored_by.get(config.curve, "")
-    worst_last = sorted(scored, key=lambda each: (_value(each) is None, -(_value(each) or 0)))
+    worst_last = sorted(scored, key=lambda each: (each.value is None, -(each.value or 0)))
     return worst_last, scored_by
-
-
-def _value(scored: _Scored) -> float | None:
-    from spotlight_rewards.results import ScoredSample
-
-    return scored.result.total if isinstance(scored.result, ScoredSample) else None
-
-
-def _details(scored: _Scored) -> dict[str, float]:
-    from spotlight_rewards.results import ScoredSample
-
-    if not isinstance(scored.result, ScoredSample):
-        return {}
-    (only,) = scored.result.scores.values()
-    return dict(only.details)
 
 
 def _draw(path: Path, reward: str, scored: Sequence[_Scored], show: int) -> Path | None:
     from spotlight_rewards.base.file_errors import storage_errors
     from spotlight_rewards.base.picture_page import Strip, write_strips
 
-    judged = [(each.picture, value) for each in scored if (value := _value(each)) is not None]
+    judged = [(each.picture, each.value) for each in scored if each.value is not None]
     if not judged:
         return None
     ends = (
@@ -257,40 +251,33 @@ def _as_json(reward: str, scored_by: str, scored: Sequence[_Scored], drawn: Path
     pictures = []
     for each in scored:
         row: dict[str, object] = {"file": str(each.picture.path), "prompt": each.picture.prompt}
-        if (value := _value(each)) is None:
-            row["error"] = _reason(each)
+        if each.value is None:
+            row["error"] = each.reason
         else:
-            row |= {"score": value, "details": _details(each)}
+            row |= {"score": each.value, "details": dict(each.details)}
         pictures.append(row)
     sheet = None if drawn is None else str(drawn)
     return {"reward": reward, "scored_by": scored_by, "sheet": sheet, "pictures": pictures}
 
 
-def _reason(scored: _Scored) -> str:
-    from spotlight_rewards.results import RewardFailure
-
-    return scored.result.message if isinstance(scored.result, RewardFailure) else ""
-
-
 def _print(scored: Sequence[_Scored], scored_by: str, drawn: Path | None) -> None:
     console = TextConsole()
-    curves = list(dict.fromkeys(name for each in scored for name in _details(each)))
+    curves = list(dict.fromkeys(name for each in scored for name in each.details))
     table = Table(box=None, pad_edge=False)
     for title in ("score", *curves):
         table.add_column(title, justify="right")
     for title in ("picture", "prompt"):
         table.add_column(title, overflow="fold")
     for each in scored:
-        if (value := _value(each)) is None:
+        if each.value is None:
             continue
-        details = _details(each)
-        cells = [f"{details[name]:.4g}" if name in details else "-" for name in curves]
-        table.add_row(f"{value:.4g}", *cells, str(each.picture.path), each.picture.prompt)
+        cells = [f"{each.details[name]:.4g}" if name in each.details else "-" for name in curves]
+        table.add_row(f"{each.value:.4g}", *cells, str(each.picture.path), each.picture.prompt)
     if table.row_count:
         console.print(table)
     for each in scored:
-        if _value(each) is None:
-            console.print(f"{each.picture.path}: {_reason(each)}", style="red", soft_wrap=True)
+        if each.value is None:
+            console.print(f"{each.picture.path}: {each.reason}", style="red", soft_wrap=True)
     if scored_by:
         console.print(f"scored by {scored_by}", soft_wrap=True)
     if drawn is not None:

@@ -186,14 +186,14 @@ def curve_of(
 
 def token_curves(
     place: Vlm, answers: Sequence[tuple[ChatAnswer, object] | SampleError]
-) -> dict[str, list[float | SampleError]]:
+) -> dict[str, list[float]]:
     """``prompt_tokens``, ``completion_tokens`` and, with prices, ``cost_usd``; none if not reported."""
-    # Curves of failed samples are not read.
+    # Curves of failed samples are not read; in a group's sum they count nothing.
     tokens = [TokenCount(0, 0) if isinstance(each, SampleError) else each[0].tokens for each in answers]
     counted = [each for each in tokens if each is not None]
     if len(counted) < len(tokens):
         return {}
-    curves: dict[str, list[float | SampleError]] = {
+    curves = {
         "prompt_tokens": [float(each.prompt) for each in counted],
         "completion_tokens": [float(each.completion) for each in counted],
     }

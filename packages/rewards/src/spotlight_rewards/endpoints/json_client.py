@@ -231,7 +231,8 @@ async def _answer(
     call: HttpCall[Read],
 ) -> Read | SampleError:
     async with gate:
-        content = None if call.body is None else await asyncio.to_thread(_encoded, call.body)
+        body = call.body
+        content = None if body is None else await asyncio.to_thread(lambda: json.dumps(body()).encode())
         settings = server.model_dump_json()
         try:
             found = _read(await _with_retries(client, server, call, content), call.read)
@@ -253,10 +254,6 @@ def _read(body: Any, read: Callable[[Any], Read]) -> Read:
             f"the server sent {body!r}, which cannot be read ({type(error).__name__}: {error}); expected an "
             "answer of its protocol."
         ) from None
-
-
-def _encoded(body: Callable[[], Mapping[str, Any]]) -> bytes:
-    return json.dumps(body()).encode()
 
 
 async def _with_retries(
@@ -334,27 +331,16 @@ def _decoded(server: RewardServer, what: str, status: int, body: bytes) -> Any:
         raise RewardSetupError(f"{found}; expected 200 OK. Check base_url and the model's name.")
     if status != 200:
         raise SampleError(f"{found}; expected 200 OK. The request does not suit this server or model.")
-    try:
-        return _from_json(body)
-    except ValueError as error:
-        raise SampleError(f"{found}: {error}. Is base_url the service's own?") from None
 
+    def refuse(what: str) -> NoReturn:
+        raise SampleError(f"{found}: {what}; expected JSON. Is base_url the service's own?")
 
-def _from_json(body: bytes) -> Any:
     try:
-        return json.loads(body.decode("utf-8", "replace"), parse_constant=_no_number)
-    except _NotFiniteError as error:
-        raise ValueError(f"{error}; expected JSON") from None
+        return json.loads(
+            body.decode("utf-8", "replace"), parse_constant=lambda name: refuse(f"it contains {name}")
+        )
     except (ValueError, RecursionError):
-        raise ValueError("no JSON; expected JSON") from None
-
-
-class _NotFiniteError(ValueError):
-    pass
-
-
-def _no_number(constant: str) -> NoReturn:
-    raise _NotFiniteError(f"it contains {constant}")
+        refuse("no JSON")
 
 
 def _seconds(retry_after: str) -> float:

@@ -23,6 +23,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from spotlight_rewards.base.media_files import encode_video
+from spotlight_rewards.base.picture_page import frames_of
 from spotlight_rewards.endpoints.json_client import (
     COSTS,
     HttpCall,
@@ -32,6 +33,7 @@ from spotlight_rewards.endpoints.json_client import (
     png_base64,
     safe_message,
 )
+from spotlight_rewards.models.batches import in_batches
 from spotlight_rewards.reward import (
     Curves,
     Image,
@@ -86,7 +88,7 @@ class Http(Reward):
         self, images: Sequence[Image], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
     ) -> Curves:
         place, samples = self._place(), list(zip(images, prompts, metadata, strict=True))
-        parts = [samples[at : at + self.batch_size] for at in range(0, len(samples), self.batch_size)]
+        parts = list(in_batches(samples, self.batch_size))
         answers = ask_all(place, [HttpCall("/score", _as_is, partial(self._body, part)) for part in parts])
         found: list[Scores | SampleError] = []
         for part, answer in zip(parts, answers, strict=True):
@@ -171,7 +173,7 @@ class HttpVideo(Http):
 
     def media(self, image: Image) -> dict[str, str]:
         """As MP4, in base64."""
-        file = encode_video(image if image.ndim == 4 else image[None], {}, self.fps)
+        file = encode_video(frames_of(image), {}, self.fps)
         return {"video_b64": base64.b64encode(file).decode("ascii")}
 
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from spotlight_rewards.endpoints.chat import ChatAnswer, ChatEndpoint, Question, TokenCount, Vlm
+from spotlight_rewards.endpoints.chat import ChatAnswer, Question, token_curves
 from spotlight_rewards.endpoints.vlm_reward import VlmReward
 from spotlight_rewards.frames import FrameRule
 from spotlight_rewards.reward import Curves, Image, SampleError, takes_groups, takes_videos
@@ -88,7 +88,9 @@ class VlmRank(VlmReward[bool]):
             pair: each if isinstance(each, SampleError) else each[1]
             for pair, each in zip(both, answers, strict=True)
         }
-        return {**tournament(len(images), wins), **_costs(vlm, answers, len(images))}
+        costs = token_curves(vlm, answers)
+        shared = {name: [sum(each) / len(images)] * len(images) for name, each in costs.items()}
+        return {**tournament(len(images), wins), **shared}
 
     def first_question(self, prompts: Sequence[str]) -> Question:
         dark, bright = (np.full((64, 64, 3), level, np.uint8) for level in (64, 192))
@@ -162,20 +164,3 @@ def first_wins(answer: ChatAnswer) -> bool:
             "params.question, or switch reasoning off (endpoint.extra_body)."
         )
     return match[1].lower() in _FIRST
-
-
-def _costs(
-    place: Vlm, answers: Sequence[tuple[ChatAnswer, bool] | SampleError], members: int
-) -> dict[str, list[float | SampleError]]:
-    answered = [each[0].tokens for each in answers if not isinstance(each, SampleError)]
-    counts = [each for each in answered if each is not None]
-    if not counts or len(counts) < len(answered):
-        return {}
-    total = TokenCount(sum(each.prompt for each in counts), sum(each.completion for each in counts))
-    curves: dict[str, list[float | SampleError]] = {
-        "prompt_tokens": [total.prompt / members] * members,
-        "completion_tokens": [total.completion / members] * members,
-    }
-    if isinstance(place, ChatEndpoint) and place.priced:
-        curves["cost_usd"] = [place.cost_usd(total) / members] * members
-    return curves

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ import torch.nn.functional as F
 
 from spotlight_rewards.geneval.verdicts import SCORE_MIN, Detection
 from spotlight_rewards.geneval.vocabulary import OBJECTS
+from spotlight_rewards.models.batches import same_shape
 from spotlight_rewards.models.pretrained_model import load_pretrained
 from spotlight_rewards.reward import Image, RewardSetupError
 
@@ -91,10 +91,8 @@ class InstanceDetector:
         """
         frames = [self._frame(image) for image in images]
         found: dict[int, list[Detection]] = {}
-        order = sorted(range(len(images)), key=lambda index: frames[index].padded)
-        for _, same in groupby(order, key=lambda index: frames[index].padded):
-            for part in _parts(list(same), self._batch_size):
-                found |= zip(part, self._batch([(images[i], frames[i]) for i in part]), strict=True)
+        for part in same_shape([frame.padded for frame in frames], self._batch_size):
+            found |= zip(part, self._batch([(images[i], frames[i]) for i in part]), strict=True)
         return [found[index] for index in range(len(images))]
 
     def _frame(self, image: Image) -> Frame:
@@ -167,8 +165,3 @@ def box_of(mask: np.ndarray[Any, np.dtype[np.bool_]]) -> np.ndarray[Any, np.dtyp
     """(left, top, right, bottom) of a mask that is not empty, right and bottom exclusive."""
     columns, rows = np.flatnonzero(mask.any(0)), np.flatnonzero(mask.any(1))
     return np.array([columns[0], rows[0], columns[-1] + 1, rows[-1] + 1], dtype=np.float32)
-
-
-def _parts(items: Sequence[int], size: int) -> Iterator[Sequence[int]]:
-    for start in range(0, len(items), size):
-        yield items[start : start + size]

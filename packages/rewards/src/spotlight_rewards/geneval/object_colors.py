@@ -16,17 +16,17 @@ from PIL import Image as PILImage
 
 from spotlight_rewards.geneval.verdicts import Detection
 from spotlight_rewards.geneval.vocabulary import COLORS
+from spotlight_rewards.models.batches import in_batches
 from spotlight_rewards.models.pretrained_model import load_pretrained, load_tokenizer
+from spotlight_rewards.preference.clip_towers import MEAN, STD, UNREAD
 from spotlight_rewards.reward import Image
 
-UNREAD = r"position_ids$"
 TEMPLATES = (
     "a photo of a {color} {name}",
     "a photo of a {color}-colored {name}",
     "a photo of a {color} object",
 )
 BACKGROUND = 0x99
-_MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 _REMEDY = "Name openai/clip-vit-large-patch14, or a directory that `hf download` filled with it elsewhere."
 
 
@@ -58,10 +58,7 @@ class ColorClassifier:
         Raises:
             ValueError: the model's outputs are not finite.
         """
-        named: list[str] = []
-        for start in range(0, len(objects), self._batch_size):
-            named += self._classify(objects[start : start + self._batch_size])
-        return named
+        return [name for part in in_batches(objects, self._batch_size) for name in self._classify(part)]
 
     @torch.inference_mode()
     def _classify(self, objects: Sequence[tuple[Image, Detection]]) -> Iterable[str]:
@@ -106,5 +103,5 @@ def _pixels(picture: PILImage.Image, side: int) -> torch.Tensor:
     picture = picture.resize(size, PILImage.Resampling.BICUBIC)
     left, top = (round((length - side) / 2) for length in size)
     pixels = np.asarray(picture.crop((left, top, left + side, top + side)), dtype=np.float32) / 255
-    mean, std = (np.array(each, dtype=np.float32) for each in (_MEAN, _STD))
+    mean, std = (np.array(each, dtype=np.float32) for each in (MEAN, STD))
     return torch.from_numpy((pixels - mean) / std).permute(2, 0, 1)

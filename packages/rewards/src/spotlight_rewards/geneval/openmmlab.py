@@ -22,7 +22,7 @@ import torch
 from spotlight_rewards.base.file_errors import is_there, storage_errors
 from spotlight_rewards.geneval.mask2former import UNREAD
 from spotlight_rewards.geneval.vocabulary import OBJECTS
-from spotlight_rewards.models.pretrained_model import converted_state, first_line
+from spotlight_rewards.models.pretrained_model import by_part, converted_state, first_line, renamed
 from spotlight_rewards.reward import RewardSetupError
 
 _EXPECTED = (
@@ -159,20 +159,11 @@ def converted_model(state: Mapping[str, torch.Tensor]) -> Any:
 
 
 def _targets(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    for beginning, replacement in _RENAMED.items():
-        target, renamed = re.subn("^" + beginning, replacement, name)
-        if not renamed:
-            continue
-        for pattern, renumber in _RENUMBERED:
-            target = re.sub(pattern, lambda match, to=renumber: str(to(int(match[0]))), target)  # type: ignore[misc]
-        if _MERGED.search(target):
-            tensor = _by_pixel(tensor)
-        if "{part}" in target:
-            for part, third in zip("qkv", tensor.chunk(3), strict=True):
-                yield target.replace("{part}", part), third
-        else:
-            yield target, tensor
+    if not (target := renamed(name, _RENAMED)):
         return
+    for pattern, renumber in _RENUMBERED:
+        target = re.sub(pattern, lambda match, to=renumber: str(to(int(match[0]))), target)  # type: ignore[misc]
+    yield from by_part(target, _by_pixel(tensor) if _MERGED.search(target) else tensor)
 
 
 def _by_pixel(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import hashlib
 import os
 import pickle
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,25 +104,23 @@ def load_tokenizer(source: str, *, key: str, remedy: str) -> Any:
     """A model's tokenizer. Raises RewardSetupError."""
     from transformers import AutoTokenizer
 
-    place, options = where_from(source)
-    try:
-        return AutoTokenizer.from_pretrained(place, **options)
-    except Exception as error:
-        raise RewardSetupError(
-            f"{key} is {source!r}, which has no tokenizer: {why_not(error, options)}. {remedy}"
-        ) from error
+    return _loaded(AutoTokenizer, "tokenizer", source, key, remedy)
 
 
 def load_image_processor(source: str, *, key: str, remedy: str) -> Any:
     """A model's image processor, with Pillow's filters. Raises RewardSetupError."""
     from transformers import AutoImageProcessor
 
+    return _loaded(AutoImageProcessor, "image processor", source, key, remedy, backend="pil")
+
+
+def _loaded(kind: Any, what: str, source: str, key: str, remedy: str, **settings: str) -> Any:
     place, options = where_from(source)
     try:
-        return AutoImageProcessor.from_pretrained(place, backend="pil", **options)
+        return kind.from_pretrained(place, **settings, **options)
     except Exception as error:
         raise RewardSetupError(
-            f"{key} is {source!r}, which has no image processor: {why_not(error, options)}. {remedy}"
+            f"{key} is {source!r}, which has no {what}: {why_not(error, options)}. {remedy}"
         ) from error
 
 
@@ -214,6 +212,24 @@ def converted_state(
     return converted
 
 
+def renamed(name: str, names: Mapping[str, str]) -> str:
+    """A tensor's name by the first of ``names``, patterns of beginnings, that fits; empty if none does."""
+    for beginning, replacement in names.items():
+        target, fits = re.subn("^" + beginning, replacement, name)
+        if fits:
+            return target
+    return ""
+
+
+def by_part(target: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """A tensor under its name; with ``{part}`` in that, query, key and value, which are its thirds."""
+    if "{part}" not in target:
+        yield target, tensor
+        return
+    for part, third in zip("qkv", tensor.chunk(3), strict=True):
+        yield target.replace("{part}", part), third
+
+
 def weights_digest(model: torch.nn.Module, unread: str) -> str:
     """Digest of a model's tensors, without those not read."""
     return tensors_digest(
@@ -234,8 +250,8 @@ def tensors_digest(tensors: Mapping[str, Any]) -> str:
 def find_device(name: str, key: str) -> torch.device:
     """The device of this name; ``auto`` is a GPU if there is one. Raises RewardSetupError."""
     try:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else None
-        device = torch.device(name) if device is None else device
+        best = "cuda" if torch.cuda.is_available() else "cpu"
+        device = torch.device(best if name == "auto" else name)
         torch.empty(1, device=device)
     except Exception as error:
         reason = first_line(error)

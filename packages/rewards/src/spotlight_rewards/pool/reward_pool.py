@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import numpy as np
 
@@ -30,9 +30,6 @@ from spotlight_rewards.pool.waiting import SampleGroup
 from spotlight_rewards.results import RewardBatch, SampleResult
 from spotlight_rewards.reward import Image
 from spotlight_rewards.reward_config import RewardConfig
-
-Part = TypeVar("Part")
-Whole = TypeVar("Whole")
 
 
 class RewardPool:
@@ -168,7 +165,7 @@ class RewardPool:
         pending = self.submit_each(
             images, prompts, metadata, groups, abandoned=abandoned, gradients=gradients
         )
-        return _when_all(pending, lambda samples: RewardBatch(tuple(samples)))
+        return _when_all(pending)
 
     def submit_each(
         self,
@@ -242,15 +239,15 @@ def _shut_down(lanes: Sequence[RewardLane]) -> None:
         lane.close()
 
 
-def _when_all(parts: Sequence[Future[Part]], finish: Callable[[list[Part]], Whole]) -> Future[Whole]:
-    whole: Future[Whole] = Future()
+def _when_all(parts: Sequence[Future[SampleResult]]) -> Future[RewardBatch]:
+    whole: Future[RewardBatch] = Future()
     whole.set_running_or_notify_cancel()  # its parts are already running: it cannot be cancelled
     missing = len(parts)
     lock = threading.Lock()
     if not parts:
-        whole.set_result(finish([]))
+        whole.set_result(RewardBatch(()))
 
-    def one_done(_: Future[Part]) -> None:
+    def one_done(_: Future[SampleResult]) -> None:
         nonlocal missing
         with lock:
             missing -= 1
@@ -260,7 +257,7 @@ def _when_all(parts: Sequence[Future[Part]], finish: Callable[[list[Part]], Whol
         if errors:
             whole.set_exception(errors[0])
         else:
-            whole.set_result(finish([part.result() for part in parts]))
+            whole.set_result(RewardBatch(tuple(part.result() for part in parts)))
 
     for part in parts:
         part.add_done_callback(one_done)

@@ -68,12 +68,12 @@ class AestheticModel:
         return seen[:, 0]
 
 
-def save_random_head(folder: Path, seed: int = 0) -> Path:
+def save_random_head(folder: Path) -> Path:
     """Write random weights of the predictor's shape; returns the folder."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    generator, tensors = torch.Generator().manual_seed(seed), {}
+    generator, tensors = torch.Generator().manual_seed(0), {}
     for name, shape in _shapes().items():
         tensors[name] = 2 * torch.randn(shape, generator=generator) / shape[-1] ** 0.5
     save_file(tensors, folder / FILES[0])

@@ -64,9 +64,38 @@ class ClipReward(Reward):
         return self.scorer.identity
 
 
+@dataclass(frozen=True, kw_only=True)
+class ClipComparison(ClipReward):
+    """A reward that compares pictures with their prompts."""
+
+    @property
+    @abstractmethod
+    def scorer(self) -> ClipTowers:
+        """See :attr:`ClipReward.scorer`."""
+
+    @property
+    def factor(self) -> float:
+        """Of the cosine."""
+        return 1.0
+
+    def read(self, prompt: str) -> str:
+        """A prompt as the model was trained to see it."""
+        return prompt
+
+    def __call__(
+        self, images: Sequence[Image], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
+    ) -> Curves:
+        return self.scorer.compare(images, [*map(self.read, prompts)], self.factor)
+
+    def gradient(
+        self, images: Sequence[Image], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
+    ) -> list[Gradient]:
+        return self.scorer.compared_gradients(images, [*map(self.read, prompts)], self.factor)
+
+
 @best_with(batch_size=16)
 @dataclass(frozen=True, kw_only=True)
-class PickScore(ClipReward):
+class PickScore(ClipComparison):
     """Score how well people would like each picture for its prompt: PickScore / 26.
 
     ``score`` is exp(logit_scale) x cosine / 26.
@@ -93,15 +122,9 @@ class PickScore(ClipReward):
             "pickscore", self.model, self.processor, self.device, self.batch_size, remedy=remedy
         )
 
-    def __call__(
-        self, images: Sequence[Image], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-    ) -> Curves:
-        return self.scorer.compare(images, prompts, self.scorer.logit_scale / _PICKSCORE_UNIT)
-
-    def gradient(
-        self, images: Sequence[Image], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-    ) -> list[Gradient]:
-        return self.scorer.compared_gradients(images, prompts, self.scorer.logit_scale / _PICKSCORE_UNIT)
+    @property
+    def factor(self) -> float:
+        return self.scorer.logit_scale / _PICKSCORE_UNIT
 
     def tiny(self, folder: Path) -> dict[str, Any]:
         from spotlight_rewards.preference.tiny_clip import save_tiny_clip
@@ -112,7 +135,7 @@ class PickScore(ClipReward):
 
 @best_with(batch_size=16)
 @dataclass(frozen=True, kw_only=True)
-class Hps(ClipReward):
+class Hps(ClipComparison):
     """Score how well people would like each picture for its prompt: HPS v2.1, a cosine.
 
     Attributes:
@@ -134,15 +157,8 @@ class Hps(ClipReward):
 
         return load_hps(self.weights, self.tokenizer, self.device, self.batch_size)
 
-    def __call__(
-        self, images: Sequence[Image], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-    ) -> Curves:
-        return self.scorer.compare(images, [cleaned(prompt) for prompt in prompts])
-
-    def gradient(
-        self, images: Sequence[Image], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-    ) -> list[Gradient]:
-        return self.scorer.compared_gradients(images, [cleaned(prompt) for prompt in prompts])
+    def read(self, prompt: str) -> str:
+        return cleaned(prompt)
 
     def tiny(self, folder: Path) -> dict[str, Any]:
         from spotlight_rewards.preference.tiny_clip import save_spelling_tokenizer, save_tiny_open_clip
@@ -154,7 +170,7 @@ class Hps(ClipReward):
 
 @best_with(batch_size=16)
 @dataclass(frozen=True, kw_only=True)
-class ClipScore(ClipReward):
+class ClipScore(ClipComparison):
     """Score the cosine of each picture's and its prompt's CLIP embeddings.
 
     Attributes:
@@ -174,16 +190,6 @@ class ClipScore(ClipReward):
 
         remedy = f"Name {CLIP_L}, or a directory that `hf download` filled with it elsewhere."
         return load_towers("clip-score", self.model, self.model, self.device, self.batch_size, remedy=remedy)
-
-    def __call__(
-        self, images: Sequence[Image], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-    ) -> Curves:
-        return self.scorer.compare(images, prompts)
-
-    def gradient(
-        self, images: Sequence[Image], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-    ) -> list[Gradient]:
-        return self.scorer.compared_gradients(images, prompts)
 
     def tiny(self, folder: Path) -> dict[str, Any]:
         from spotlight_rewards.preference.tiny_clip import save_tiny_clip

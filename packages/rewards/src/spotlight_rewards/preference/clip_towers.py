@@ -5,7 +5,7 @@ Imported in the reward's own process only: it imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image as PILImage
 
+from spotlight_rewards.models.batches import in_batches
 from spotlight_rewards.models.pretrained_model import (
     find_device,
     load_image_processor,
@@ -23,6 +24,8 @@ from spotlight_rewards.models.pretrained_model import (
 from spotlight_rewards.reward import Gradient, Image, RewardSetupError
 
 UNREAD = r"position_ids$"
+MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+"""Of the pixels that OpenAI's CLIPs, and those of open_clip, are trained on."""
 Prepare: TypeAlias = Callable[[Sequence[Image]], torch.Tensor]
 """Pictures to pixels [pictures, 3, side, side]."""
 Soft: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
@@ -71,10 +74,7 @@ class ClipTowers:
         Raises:
             ValueError: the model's outputs are not finite.
         """
-        parts = []
-        for part in self._parts(images):
-            parts.append(self._seen(self._prepare(part)))
-        return torch.cat(parts)
+        return torch.cat([self._seen(self._prepare(part)) for part in in_batches(images, self._batch_size)])
 
     def gradients(
         self, images: Sequence[Image], score: Callable[[torch.Tensor, slice], torch.Tensor]
@@ -109,7 +109,7 @@ class ClipTowers:
     def texts(self, texts: Sequence[str]) -> torch.Tensor:
         """Unit vectors: [texts, width]; of a long text, its beginning. Raises as :meth:`images`."""
         parts = []
-        for part in self._parts(texts):
+        for part in in_batches(texts, self._batch_size):
             tokens = self._tokenizer(
                 list(part), padding="max_length", truncation=True, max_length=self._tokens_max,
                 return_tensors="pt",
@@ -140,10 +140,6 @@ class ClipTowers:
                 "its weights may be broken"
             )
         return F.normalize(embeddings, dim=-1)
-
-    def _parts(self, items: Sequence[Any]) -> Iterator[Sequence[Any]]:
-        for start in range(0, len(items), self._batch_size):
-            yield items[start : start + self._batch_size]
 
 
 def load_towers(

@@ -21,18 +21,19 @@ import torch
 import torch.nn.functional as F
 
 from spotlight_rewards.models.pretrained_model import (
+    by_part,
     converted_state,
     find_device,
     find_file,
     load_tokenizer,
     read_tensors,
+    renamed,
     tensors_digest,
 )
-from spotlight_rewards.preference.clip_towers import ClipTowers
+from spotlight_rewards.preference.clip_towers import MEAN, STD, ClipTowers
 from spotlight_rewards.reward import Image, RewardSetupError
 
 FILES = ("HPS_v2.1_compressed.safetensors", "HPS_v2.1_compressed.pt")
-_MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 PIXELS_HEAD, TEXT_HEAD = 80, 64
 """Widths of a head of the two towers of ViT-H-14."""
 _REMEDY = (
@@ -100,7 +101,7 @@ def fitted(pixels: torch.Tensor, side_px: int) -> torch.Tensor:
         pixels = F.interpolate(pixels, size, mode="bicubic", align_corners=False, antialias=True)
     below, right = (side_px - side for side in pixels.shape[2:])
     pixels = F.pad(pixels, (right // 2, right - right // 2, below // 2, below - below // 2))
-    mean, std = (torch.tensor(each)[:, None, None] for each in (_MEAN, _STD))
+    mean, std = (torch.tensor(each)[:, None, None] for each in (MEAN, STD))
     return (pixels - mean) / std
 
 
@@ -119,19 +120,9 @@ def converted_clip(state: Mapping[str, torch.Tensor]) -> Any:
 
 
 def _targets(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    for beginning, replacement in _RENAMED.items():
-        target, renamed = re.subn("^" + beginning, replacement, name)
-        if not renamed:
-            continue
+    if target := renamed(name, _RENAMED):
         target = target.replace("{tower}", "vision_model." if name.startswith("visual.") else "text_model.")
-        if name in _TRANSPOSED:
-            tensor = tensor.T
-        if "{part}" in target:
-            for part, third in zip("qkv", tensor.chunk(3), strict=True):
-                yield target.replace("{part}", part), third
-        else:
-            yield target, tensor
-        return
+        yield from by_part(target, tensor.T if name in _TRANSPOSED else tensor)
 
 
 def _config(state: Mapping[str, torch.Tensor]) -> Any:

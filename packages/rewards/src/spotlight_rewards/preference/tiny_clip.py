@@ -14,7 +14,7 @@ SIDE_PX = 24
 _SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
-def save_tiny_clip(folder: Path, width: int = 16, seed: int = 0) -> Path:
+def save_tiny_clip(folder: Path, width: int = 16) -> Path:
     """Write a random CLIP with its processor and a tokenizer that spells; returns the folder.
 
     Args:
@@ -27,7 +27,7 @@ def save_tiny_clip(folder: Path, width: int = 16, seed: int = 0) -> Path:
         vision_config={**_SIZES, "image_size": SIDE_PX, "patch_size": 8},
         projection_dim=width,
     )
-    model, generator = CLIPModel(config), torch.Generator().manual_seed(seed)
+    model, generator = CLIPModel(config), torch.Generator().manual_seed(0)
     for weight in model.parameters():
         if weight.dim():  # the temperature keeps its initial value, which is plausible
             weight.data = torch.randn(weight.shape, generator=generator) * (2 / weight.shape[-1]) ** 0.5
@@ -48,10 +48,10 @@ def save_spelling_tokenizer(folder: Path) -> int:
     return len(tokens)
 
 
-def save_tiny_open_clip(folder: Path, tokens: int, seed: int = 0) -> Path:
+def save_tiny_open_clip(folder: Path, tokens: int) -> Path:
     """Write a small random checkpoint, in open_clip's names; returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    torch.save({"state_dict": random_checkpoint(tokens, seed=seed)}, folder / FILES[-1])
+    torch.save({"state_dict": random_checkpoint(tokens)}, folder / FILES[-1])
     return folder
 
 

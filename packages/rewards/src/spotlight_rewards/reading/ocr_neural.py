@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from spotlight_rewards.reading.legibility import missing_scripts, reading_curves, target_of
 from spotlight_rewards.reward import Curves, Image, Reward, RewardInputError, RewardSetupError, best_with
 from spotlight_rewards.reward_facts import Example, Reads, RewardFacts
+from spotlight_rewards.reward_registry import require_package
 
 if TYPE_CHECKING:
     from spotlight_rewards.reading.pp_ocr import TextDetector, TextRecognizer
@@ -91,13 +92,7 @@ class OcrNeural(Reward):
 
     @cached_property
     def _models(self) -> tuple[TextDetector, TextRecognizer]:
-        try:
-            import cv2  # noqa: F401
-        except ImportError as error:
-            raise RewardSetupError(
-                f"ocr-neural reward: the Python package 'cv2' cannot be imported ({error}). "
-                "Install it: pip install 'spotlight-rewards[ocr-neural]'"
-            ) from error
+        require_package("ocr-neural", "cv2", "ocr-neural")
         from spotlight_rewards.models.pretrained_model import find_device
         from spotlight_rewards.reading.pp_ocr import TextDetector, TextRecognizer
 

@@ -17,8 +17,9 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
+from spotlight_rewards.models.batches import same_shape
 from spotlight_rewards.reading.legibility import KnownCharacters
-from spotlight_rewards.reading.text_lines import Line, decoded, same_shape
+from spotlight_rewards.reading.text_lines import Line, decoded
 from spotlight_rewards.reward import Image, RewardSetupError
 
 _DIVISOR_PX = 32

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from spotlight_rewards.models.batches import same_shape
 from spotlight_rewards.models.pretrained_model import load_pretrained, where_from, why_not
 from spotlight_rewards.reading.legibility import KnownCharacters
-from spotlight_rewards.reading.text_lines import Line, decoded, same_shape
+from spotlight_rewards.reading.text_lines import Line, decoded
 from spotlight_rewards.reward import Image, RewardSetupError
 
 _UNREAD = r"num_batches_tracked$"

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any, Protocol
 
 import numpy as np
@@ -68,12 +67,3 @@ def decoded(probabilities: NDArray[Any], characters: Sequence[str]) -> Line:
         return Line("", 0.0)
     text = "".join(characters[each] for each in index[kept].tolist())
     return Line(text, float(probabilities.max(-1)[kept].mean()))
-
-
-def same_shape(shapes: Sequence[tuple[int, ...]], size: int) -> Iterator[list[int]]:
-    """Indices of equal shapes, at most ``size`` at a time."""
-    order = sorted(range(len(shapes)), key=lambda index: shapes[index])
-    for _, same in groupby(order, key=lambda index: shapes[index]):
-        indices = list(same)
-        for start in range(0, len(indices), size):
-            yield indices[start : start + size]

@@ -253,6 +253,8 @@ class RequestGate:
             found = f"a body of {length} bytes that did not arrive in {limit_s:g} s; expected all of it"
             await _refusal(408, found, {"Connection": "close"})(scope, receive, send)
             return
+        if arrived[-1]["type"] == "http.disconnect":
+            return
 
         async def replayed() -> Message:
             return arrived.popleft() if arrived else await receive()

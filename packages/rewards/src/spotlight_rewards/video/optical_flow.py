@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 
 from spotlight_rewards.reward import Curves, Image, Reward, RewardSetupError, best_with, takes_videos
 from spotlight_rewards.reward_facts import Example, Reads, RewardFacts
-from spotlight_rewards.video.videos import luma, require_frames, require_opencv
+from spotlight_rewards.reward_registry import require_package
+from spotlight_rewards.video.videos import luma, require_frames
 
 FACTS = RewardFacts(
     runs_on="CPU",
@@ -72,11 +73,11 @@ class OpticalFlow(Reward):
             raise RewardSetupError(
                 f"optical-flow reward: params.enough_percent_per_frame is {enough!r}; expected above 0"
             )
-        require_opencv("optical-flow")
+        require_package("optical-flow", "cv2", "video")
 
     def scored_by(self) -> str:
         """The version of OpenCV, whose flow may differ a little from another's."""
-        require_opencv("optical-flow")
+        require_package("optical-flow", "cv2", "video")
         import cv2
 
         return f"OpenCV {cv2.__version__}"

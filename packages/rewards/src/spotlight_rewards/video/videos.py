@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from spotlight_rewards.reward import Image, RewardSetupError
+from spotlight_rewards.reward import Image
 
 _LUMA = np.array([0.299, 0.587, 0.114], np.float32)
 """Rec. ITU-R BT.601, as JPEG and OpenCV weigh colours."""
@@ -24,14 +24,3 @@ def luma(pictures: Image) -> NDArray[np.float32]:
     """[..., 3] uint8 to [...] in levels, 0 to 255."""
     found: NDArray[np.float32] = pictures.astype(np.float32) @ _LUMA
     return found
-
-
-def require_opencv(name: str) -> None:
-    """Raise RewardSetupError if OpenCV is absent."""
-    try:
-        import cv2  # noqa: F401
-    except ImportError as error:
-        raise RewardSetupError(
-            f"{name} reward: the Python package 'cv2' cannot be imported ({error}). Install it: "
-            "pip install 'spotlight-rewards[video]'"
-        ) from error
