@@ -219,6 +219,12 @@ def test_an_earlier_pipeline_gives_way_where_that_is_asked_for(family: QwenImage
     assert torch.equal(again.transformer.state_dict()["proj_out.weight"], state["proj_out.weight"])
     assert not (merged / "of the earlier one").exists()
     assert sorted(path.name for path in tmp_path.iterdir() if "merged" in path.name) == ["merged"]
+    (tmp_path / "latest").symlink_to("merged")
+    for _ in range(2):
+        assert save_merged(family, tmp_path / "latest", state, replace=True) == tmp_path / "latest"
+    assert (tmp_path / "latest").is_symlink()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["latest", "merged"]
+    (tmp_path / "latest").unlink()
     merged.rename(tmp_path / ".merged.replaced")  # killed between the two renames
     (tmp_path / ".merged.partial").mkdir()
     assert save_merged(family, merged, state) == merged

@@ -16,8 +16,8 @@ from spotlight.algorithms.advantages import advantages
 from spotlight.config.sections.algorithm import AdvantageConfig
 from spotlight.runtime.validation import estimate
 from spotlight_rewards.pool.reward_pool import RewardPool
-from spotlight_rewards.pool.reward_worker import RewardResultError, as_curves
 from spotlight_rewards.results import LARGEST, FailureKind, RewardFailure, ScoredSample, combine
+from spotlight_rewards.returned_scores import RewardResultError, as_curves
 from spotlight_rewards.reward import RewardScore
 from spotlight_rewards.reward_config import REWARD
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tests.unit.reward_server import reward_server
 from tests.unit.vlm_oracle import PlainVlm
 
-from spotlight_rewards.endpoints.chat import TOP_LOGPROBS
+from spotlight_rewards.endpoints.chat import TOP_LOGPROBS, Question
 from spotlight_rewards.endpoints.local_vlm import LocalVlm
 from spotlight_rewards.endpoints.ocr_vlm import OcrVlm
 from spotlight_rewards.endpoints.vlm_judge import QUESTIONS, VlmJudge
@@ -60,9 +60,8 @@ def judged(**where: Any) -> Curves:
 def test_first_tokens_equal_an_independent_forward(folder: Path, record_property: Record) -> None:
     plain, question = PlainVlm(folder), QUESTIONS["yes-no"]
     questions = [question.replace("{prompt}", prompt) for prompt in PROMPTS]
-    answers = LocalVlm(**local(folder)).ask(
-        [[image] for image in pictures()], questions, tokens_max=1, logprobs=True
-    )
+    about = [Question(text, (image,)) for text, image in zip(questions, pictures(), strict=True)]
+    answers = LocalVlm(**local(folder)).ask(about, tokens_max=1, logprobs=True)
     difference = 0.0
     for answer, image, asked in zip(answers, pictures(), questions, strict=True):
         assert not isinstance(answer, SampleError)

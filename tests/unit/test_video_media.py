@@ -26,6 +26,7 @@ from spotlight_rewards.base.media_files import encode_video, read_media
 from spotlight_rewards.frames import FrameRule, OverFrames
 from spotlight_rewards.pool.reward_pool import RewardPool
 from spotlight_rewards.results import ScoredSample
+from spotlight_rewards.returned_scores import RewardResultError
 from spotlight_rewards.reward_config import RewardConfig
 
 VIDEO = np.stack([np.full((8, 12, 3), 20 * at, np.uint8) for at in range(9)])
@@ -56,6 +57,12 @@ def test_the_scores_of_a_videos_frames_are_combined(rule: FrameRule, expected: f
     assert found == {"score": [expected, 0.0], "words": [2.0, 1.0]}
     assert OverFrames(levels, rule)([VIDEO[2]], ["one"], [{}]) == {"score": [40.0], "words": [1]}
     assert OverFrames(levels, rule)([VIDEO[2], VIDEO], ["one", "one"], [{}] * 2)["score"] == [40.0, expected]
+
+
+@pytest.mark.parametrize("found", [{2.0, 1.0}, ["1", "2"], b"ab", 1.0, [1.0], {"score": None}, [[1], [2]]])
+def test_what_is_refused_of_pictures_is_refused_of_a_videos_frames(found: object) -> None:
+    with pytest.raises(RewardResultError, match="expected a list of 2 numbers"):
+        OverFrames(lambda *_: found, FrameRule(2))([VIDEO], ["one"], [{}])  # type: ignore[arg-type, return-value]
 
 
 @pytest.mark.parametrize("combine", ["mean", "min"])

@@ -26,7 +26,14 @@ from spotlight_dashboard.report_pictures import PictureBudget
 from spotlight_dashboard.run_folders import RunFolder
 from spotlight_dashboard.views.gallery import pictures as pictures_of
 from spotlight_rewards import ballots as ballots_module
-from spotlight_rewards.ballots import AWAITED_FOR_S, Ballot, BallotBox, NoSuchBallotError, picture_name
+from spotlight_rewards.ballots import (
+    AWAITED_FOR_S,
+    Ballot,
+    BallotBox,
+    DamagedVoteError,
+    NoSuchBallotError,
+    picture_name,
+)
 from spotlight_rewards.pool.reward_pool import RewardPool
 from spotlight_rewards.pool.reward_process import RewardProcess
 from spotlight_rewards.results import FailureKind, RewardFailure, SampleResult
@@ -217,6 +224,16 @@ def test_a_ballot_that_nobody_waits_for_is_not_shown_and_is_cleared(run: Path, c
     os.utime(run / "votes" / "open" / ballot.id / "ballot.json", (old, old))
     other = asked(run, prompt="another")
     assert [path.name for path in (run / "votes" / "open").iterdir()] == [other.id]
+
+
+def test_a_ballot_and_a_vote_of_times_beyond_all_numbers_are_none(run: Path) -> None:
+    ballot, box = asked(run), BallotBox(run / "votes")
+    path = run / "votes" / "open" / ballot.id / "ballot.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "ends_at": 10**400}))
+    assert box.awaited() == []
+    (run / "votes" / f"{ballot.id}.json").write_text(f'{{"ranking": [], "took_s": {10**400}, "voter": ""}}')
+    with pytest.raises(DamagedVoteError, match="Delete it to be asked again"):
+        box.vote_on(ballot.id)
 
 
 def test_a_vote_that_comes_too_late_is_refused_until_it_is_asked_again(run: Path, client: TestClient) -> None:

@@ -119,8 +119,9 @@ def save_merged(
     for name, part in present.items():
         if part.weights and name not in transformers:
             files.fetch(name)
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    partial = _emptied(directory.with_name(f".{directory.name}.partial"))
+    place = directory.resolve()  # of a link, what it leads to
+    place.parent.mkdir(parents=True, exist_ok=True)
+    partial = _emptied(place.with_name(f".{place.name}.partial"))
     try:
         partial.mkdir()
         shutil.copy2(files.root / _INDEX, partial)
@@ -130,7 +131,7 @@ def save_merged(
             else:
                 shutil.copytree(files.folder(name), partial / name)
         fsync_tree(partial)
-        _put_in_place(partial, directory)
+        _put_in_place(partial, place)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return directory

@@ -44,6 +44,7 @@ _ID = re.compile(r"[0-9a-f]{32}")
 _BALLOT = "ballot.json"
 _BALLOT_BYTES_MAX = 1 << 20
 _CLOCK_FOLDER = "clock"
+_NONSENSE = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
 _TOO_LATE = "This group is voted on already, or its vote is not awaited any more."
 
 
@@ -159,7 +160,7 @@ class BallotBox:
             return Vote(tuple(map(str, found["ranking"])), float(found["took_s"]), str(found["voter"]))
         except FileNotFoundError:
             return None
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except _NONSENSE as error:
             raise DamagedVoteError(f"{path}: not a vote ({error!r}). Delete it to be asked again.") from error
 
     def close(self, ballot: str) -> None:
@@ -236,7 +237,7 @@ class BallotBox:
             about = tuple(str(name) for name in found.get("references", ()) if _ID.fullmatch(str(name)))
             times = float(found["asked_at"]), float(found["ends_at"])
             return Ballot(str(found["prompt"]), names, found["asks_name"] is True, *times, about)
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):  # closed meanwhile, or not ours
+        except (OSError, *_NONSENSE):  # closed meanwhile, or not ours
             return None
 
     def _write_first(self, path: Path, content: bytes) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from spotlight_rewards.returned_scores import as_curves, sample_errors
 from spotlight_rewards.reward import Curves, Image, RewardFunction, SampleError
 
 Reduction: TypeAlias = Callable[[NDArray[np.float64]], Any]
@@ -48,7 +49,10 @@ class OverFrames:
     def __call__(
         self, images: Sequence[Image], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
     ) -> Sequence[float | SampleError] | Curves:
-        """Scores per picture or video; in one call of the reward, which may compare pictures."""
+        """Scores per picture or video; in one call of the reward, which may compare pictures.
+
+        Raises :class:`RewardResultError` where a sample is a video.
+        """
         if all(image.ndim == 3 for image in images):
             return self.function(images, prompts, metadata)
         shown = [
@@ -63,17 +67,10 @@ class OverFrames:
         )
         rule: Reduction = np.mean if self.rule.combine == "mean" else np.min
         cuts = np.cumsum([len(frames) for frames in shown])[:-1]
-
-        def combined(scores: Sequence[float | SampleError], combine: Reduction) -> list[float | SampleError]:
-            if len(scores) != len(owner):
-                return list(scores)  # refused by the caller, who names the number
-            failed = {owner[at]: each for at, each in enumerate(scores) if isinstance(each, SampleError)}
-            numbers = np.array([0.0 if isinstance(each, SampleError) else each for each in scores], float)
-            return [failed.get(at, float(combine(part))) for at, part in enumerate(np.split(numbers, cuts))]
-
-        if isinstance(found, Mapping):
-            return {
-                curve: combined(scores, np.sum if curve in self.added_curves else rule)
-                for curve, scores in found.items()
-            }
-        return combined(found, rule)
+        combined: dict[str, list[float | SampleError]] = {}
+        for curve, scores in as_curves(found, len(owner)).items():
+            combine = np.sum if curve in self.added_curves else rule
+            combined[curve] = [float(combine(part)) for part in np.split(np.array(scores), cuts)]
+        for at, error in sample_errors(found).items():
+            combined["score"][owner[at]] = error
+        return combined

@@ -195,6 +195,7 @@ def _require_prompts(reward: str, reads: str | None, pictures: Sequence[_Picture
 
 
 def _score(config: RewardConfig, pictures: Sequence[_Picture]) -> tuple[list[_Scored], str]:
+    from spotlight_rewards.models.batches import in_batches
     from spotlight_rewards.pool.reward_pool import RewardPool
     from spotlight_rewards.pool.waiting import SampleGroup
     from spotlight_rewards.results import RewardFailure
@@ -204,8 +205,7 @@ def _score(config: RewardConfig, pictures: Sequence[_Picture]) -> tuple[list[_Sc
     with RewardPool([config], start_deadline_s=START_DEADLINE_S) as pool:
         pool.check([each.prompt for each in pictures], [each.metadata for each in pictures])
         at_once = len(pictures) if pool.compares_groups else _AT_ONCE  # a submission holds whole groups
-        for start in range(0, len(pictures), at_once):
-            part = pictures[start : start + at_once]
+        for part in in_batches(pictures, at_once):
             batch = pool.score(
                 [each.media for each in part],
                 [each.prompt for each in part],

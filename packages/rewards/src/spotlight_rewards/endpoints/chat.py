@@ -142,8 +142,7 @@ def ask_about(
         RewardSetupError: nothing can be asked: key, address or model are refused, or costs cannot be counted.
     """
     if isinstance(place, LocalVlm):
-        pictures, texts = [each.pictures for each in questions], [each.text for each in questions]
-        answers = place.ask(pictures, texts, tokens_max=tokens_max, logprobs=logprobs)
+        answers = place.ask(questions, tokens_max=tokens_max, logprobs=logprobs)
         return [_understood(*each, read) for each in zip(answers, questions, strict=True)]
 
     def parsed(question: Question, body: object) -> tuple[ChatAnswer, Read]:

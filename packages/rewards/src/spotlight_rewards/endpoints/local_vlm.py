@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
-from spotlight_rewards.reward import Image, SampleError
+from spotlight_rewards.reward import SampleError
 
 if TYPE_CHECKING:
-    from spotlight_rewards.endpoints.chat import ChatAnswer
+    from spotlight_rewards.endpoints.chat import ChatAnswer, Question
     from spotlight_rewards.models.vision_language import VisionLanguageModel
 
 
@@ -42,11 +42,10 @@ class LocalVlm(BaseModel):
         return _loaded(self.model_dump_json()).identity
 
     def ask(
-        self, images: Sequence[Sequence[Image]], questions: Sequence[str], *, tokens_max: int, logprobs: bool
+        self, questions: Sequence[Question], *, tokens_max: int, logprobs: bool
     ) -> list[ChatAnswer | SampleError]:
         """See :meth:`VisionLanguageModel.ask`."""
-        model = _loaded(self.model_dump_json())
-        return model.ask(images, questions, tokens_max=tokens_max, logprobs=logprobs)
+        return _loaded(self.model_dump_json()).ask(questions, tokens_max=tokens_max, logprobs=logprobs)
 
 
 @lru_cache(maxsize=1)

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from PIL import Image as PILImage
 
-from spotlight_rewards.endpoints.chat import TOP_LOGPROBS, ChatAnswer, TokenCount
+from spotlight_rewards.endpoints.chat import TOP_LOGPROBS, ChatAnswer, Question, TokenCount
+from spotlight_rewards.models.batches import in_batches
 from spotlight_rewards.models.pretrained_model import (
     find_device,
     first_line,
@@ -20,7 +21,7 @@ from spotlight_rewards.models.pretrained_model import (
     load_tokenizer,
     where_from,
 )
-from spotlight_rewards.reward import Image, RewardSetupError, SampleError
+from spotlight_rewards.reward import RewardSetupError, SampleError
 
 _REMEDY = (
     "Name one that it loads as AutoModelForImageTextToText, such as Qwen/Qwen3-VL-8B-Instruct, by hub id or "
@@ -68,21 +69,18 @@ class VisionLanguageModel:
         )  # fmt: skip
 
     def ask(
-        self, images: Sequence[Sequence[Image]], questions: Sequence[str], *, tokens_max: int, logprobs: bool
+        self, questions: Sequence[Question], *, tokens_max: int, logprobs: bool
     ) -> list[ChatAnswer | SampleError]:
-        """Answer one question about each list of pictures, each [height, width, 3]."""
-        found: list[ChatAnswer | SampleError] = []
-        for start in range(0, len(questions), self._batch_size):
-            batch = slice(start, start + self._batch_size)
-            found += self._ask(images[batch], questions[batch], tokens_max, logprobs)
-        return found
+        """Answer them, in order."""
+        parts = in_batches(questions, self._batch_size)
+        return [answer for part in parts for answer in self._ask(part, tokens_max, logprobs)]
 
     @torch.inference_mode()
     def _ask(
-        self, images: Sequence[Sequence[Image]], questions: Sequence[str], tokens_max: int, logprobs: bool
+        self, questions: Sequence[Question], tokens_max: int, logprobs: bool
     ) -> list[ChatAnswer | SampleError]:
         inputs = self._processor.apply_chat_template(
-            [_turn(own, question) for own, question in zip(images, questions, strict=True)],
+            [_turn(question) for question in questions],
             add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt",
             processor_kwargs={"padding": True, "padding_side": "left"}, **self._template,
         ).to(self._device, dtype=self._model.dtype)  # fmt: skip
@@ -146,9 +144,11 @@ def _candidates(tokenizer: Any, logits: torch.Tensor) -> list[dict[str, float]]:
     return rows
 
 
-def _turn(images: Sequence[Image], question: str) -> list[dict[str, Any]]:
-    shown: list[dict[str, Any]] = [{"type": "image", "image": PILImage.fromarray(image)} for image in images]
-    return [{"role": "user", "content": [*shown, {"type": "text", "text": question}]}]
+def _turn(question: Question) -> list[dict[str, Any]]:
+    content: list[dict[str, Any]] = [
+        {"type": "image", "image": PILImage.fromarray(picture)} for picture in question.pictures
+    ]
+    return [{"role": "user", "content": [*content, {"type": "text", "text": question.text}]}]
 
 
 def _processor(config_class: type, source: str, key: str) -> Any:
