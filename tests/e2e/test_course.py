@@ -196,7 +196,7 @@ def test_a_named_run_is_that_run(job: Job, begun: Path, tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert f"runs_dir is {tmp_path}, which has no run 'begun'" in " ".join(result.output.split())
     assert (
-        "as configured, but for"
+        "as configured except for"
         in CliRunner().invoke(app, ["train", str(begun), "--smoke", "--dry-run"]).output
     )
 

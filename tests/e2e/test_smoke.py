@@ -87,7 +87,7 @@ def test_tiny_writes_a_pipeline_that_diffusers_loads(tmp_path: Path) -> None:
     )
     again = CliRunner().invoke(app, ["tiny", "qwen-image", str(tmp_path / "tiny")])
     assert again.exit_code != 0
-    assert "exists; expected a directory to be made" in " ".join(again.output.split())
+    assert "exists; expected a directory that does not" in " ".join(again.output.split())
     other = CliRunner().invoke(app, ["tiny", "quen-image", str(tmp_path / "other")])
     assert "Did you mean 'qwen-image'?" in " ".join(other.output.split())
     nowhere = CliRunner().invoke(

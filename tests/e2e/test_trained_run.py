@@ -160,9 +160,9 @@ def test_a_lora_beside_few_bits_is_exported_for_the_model_on_file(
         assert one.keys() == two.keys()
         assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
     said = CliRunner().invoke(app, ["export", str(job.root / "four-bits"), "--out", str(tmp_path / "lora")])
-    assert "beside the base in NF4" in said.output, said.output
+    assert "with the base in NF4" in said.output, said.output
     spotlight.open(job.root / "four-bits").export(tmp_path / "python", device="cpu")
-    assert "beside the base in NF4" in caplog.text
+    assert "with the base in NF4" in caplog.text
     job.train("all-weights", *NFT, "iterations=1", "learner.mode=full", "learner.learning_rate=0.001")
     with pytest.raises(ModelError, match="all weights of this run were trained"):
         TrainedRun.open(job.root / "all-weights", quantize="int8")

@@ -55,7 +55,7 @@ def test_no_more_prompts_are_evaluated_than_there_are(tmp_path: Path) -> None:
 
 def test_without_a_dashboard_nobody_could_vote(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dashboard_beside, "_NEEDS", ("json", "no_such_package"))
-    with pytest.raises(VoteError, match=r"--vote without the package 'no_such_package'.*\[dashboard\]"):
+    with pytest.raises(VoteError, match=r"--vote needs the package 'no_such_package'.*\[dashboard\]"):
         vote_option.vote_overrides(load_config(RECIPE, []), [])
 
 

@@ -94,6 +94,6 @@ def test_a_dry_run_plans_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "Stage warm: the run chain-warm",
         f"Every key of this configuration: spotlight config {tmp_path}/chain.yaml stage=warm",
         "Stage rl: the run chain-rl",
-        "It begins with runs/chain-warm/lora, which an earlier stage is to make",
+        "It begins with runs/chain-warm/lora, which an earlier stage makes",
         f"Every key of this configuration: spotlight config {tmp_path}/chain.yaml stage=rl",
     ]

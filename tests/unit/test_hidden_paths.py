@@ -101,7 +101,7 @@ def test_a_cache_that_is_hidden_has_nothing_and_says_so_when_written(tmp_path: P
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        (("generate", "demo", "-p", "caf\udce9"), "expected texts in UTF-8"),
+        (("generate", "demo", "-p", "caf\udce9"), "expected text in UTF-8"),
         (("generate", "demo", "-p", "a cat", "--seed", str(2**64)), "'--seed'"),
         (("tiny", "qwen-image", "there", "--seed", str(2**64)), "'--seed'"),
     ],

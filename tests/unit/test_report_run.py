@@ -172,8 +172,8 @@ def test_the_final_screen_says_what_was_gained_and_what_it_cost(run: RunRecord) 
 
 
 def test_the_estimate_stands_beside_what_the_run_took(run: RunRecord) -> None:
-    said = "Estimated before: 1:40 (1:00 to 4:00), $0.002 ($0.001 to $0.004). It took 2:10, $0.0025."
-    assert f"{said} It rested on formulas: few." in screen_of(run)
+    said = "Estimated before: 1:40 (1:00 to 4:00), $0.002 ($0.001 to $0.004). The run took 2:10, $0.0025."
+    assert f"{said} The estimate rested on formulas: few." in screen_of(run)
     changed = replace(run, estimate=replace(run.estimate, after=1))  # type: ignore[type-var]
     assert "Estimated after 1 iteration: " in screen_of(changed)
     assert "Estimated" not in screen_of(replace(run, estimate=None))
@@ -191,7 +191,7 @@ def test_the_final_screen_says_when_the_end_is_worse_than_the_best(run: RunRecor
         (
             0.9,
             False,
-            "strict 0.781 after 0.900, -0.119 = -4.2 x its noise of 0.028. Its checkpoint is not kept.",
+            "strict 0.781 instead of 0.900, -0.119 = -4.2 x its noise of 0.028. Its checkpoint was not kept.",
         ),
         (0.9, True, f"noise of 0.028. spotlight export {run.paths.path} --best"),
         (0.79, True, ""),  # less than its noise

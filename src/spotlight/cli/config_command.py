@@ -26,7 +26,7 @@ _WIDTH = 100
 def config(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="CONFIG.yaml|RUN|KEY=VALUE", help="As for train."),
+        typer.Argument(metavar="CONFIG.yaml|RUN|KEY=VALUE", help="As for spotlight train."),
     ] = None,
     like: Annotated[
         str | None,
@@ -77,7 +77,7 @@ def _differences(config: RunConfig) -> str:
     ]
     if config.like is not None:
         preset = load_preset(config.like)
-        lines += ["", f"# {preset.name}: {preset.source}", "# What is not as there:"]
+        lines += ["", f"# {preset.name}: {preset.source}", "# What differs from it:"]
         lines += [f"# - {sentence}" for sentence in preset.differs]
     return "\n".join(lines) + "\n"
 

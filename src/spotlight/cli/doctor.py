@@ -34,7 +34,7 @@ _Side: TypeAlias = Annotated[
         help="With --gpu: height and width in pixels (default: the configuration's, else 512).",
     ),
 ]
-_Json: TypeAlias = Annotated[Path | None, typer.Option("--json", help="With --gpu: write a report there.")]
+_Json: TypeAlias = Annotated[Path | None, typer.Option("--json", help="With --gpu: write a report here.")]
 
 
 class Verdict(StrEnum):
@@ -58,9 +58,9 @@ class Finding:
 
 def doctor(
     model: _Model = None,
-    runs_dir: Annotated[Path, typer.Option("--runs-dir", help="Where runs would go.")] = RUNS,
+    runs_dir: Annotated[Path, typer.Option("--runs-dir", help="Parent of the run directories.")] = RUNS,
     gpu: Annotated[
-        bool, typer.Option("--gpu", help="Measure this machine's cards instead: about 30 seconds.")
+        bool, typer.Option("--gpu", help="Measure this machine's GPUs instead; takes about 30 seconds.")
     ] = False,
     side: _Side = None,
     json: _Json = None,
@@ -68,9 +68,9 @@ def doctor(
     """Check this machine: Python, packages, device and what it can train, memory, shared memory, disk,
     Tesseract, model hub.
 
-    With --gpu: rates of products and copies; a denoising forward and updates of a model with random
-    weights, with their utilisation (MFU) and kernels; what fits; how fast several cards talk. Nothing is
-    downloaded.
+    With --gpu it measures matrix products and copies; a denoising forward and updates of a model with random
+    weights, with their utilisation (MFU) and kernels; what fits into memory; and how fast several GPUs
+    communicate. Nothing is downloaded.
 
     Exit status: 1 if a problem would prevent a run from working, or if there is no GPU to measure.
 

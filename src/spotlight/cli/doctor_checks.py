@@ -66,7 +66,7 @@ def extensions() -> Iterator[Finding]:
 
     for each in (REWARDS, CLOUDS, *vars(registry).values()):
         for ignored in each.ignored() if isinstance(each, Registry) else ():
-            remedy = "Spotlight's own of this name is taken: its package must choose another name."
+            remedy = "Spotlight has its own of this name: the package must choose another."
             yield Finding(Verdict.WARN, "entry points", f"{ignored} is not used", remedy)
 
 
@@ -99,7 +99,7 @@ def trains(memory_bytes: int) -> Finding:
     from spotlight.dry_run.fitting_sizes import USABLE
 
     if (fitting := find_fitting()) is None:
-        return Finding(Verdict.WARN, "can train", "not known", f"To know it needs {NO_FITTING}")
+        return Finding(Verdict.WARN, "can train", "not known", f"This needs {NO_FITTING}")
     models = fitting.trained(USABLE * memory_bytes)
     if not models:
         return Finding(Verdict.WARN, "can train", "no published model", "See docs/howto/small-gpus.md.")
@@ -133,10 +133,10 @@ def cpu() -> Iterator[Finding]:
 
     usable, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
     found = f"{threads} torch threads, {usable} usable cores"
-    remedy = f"More threads than cores is slow: OMP_NUM_THREADS={usable}"
+    remedy = f"More threads than cores are slow: set OMP_NUM_THREADS={usable}"
     yield _ok_unless(threads > usable, "CPU", found, remedy)
     available = free_bytes(torch.device("cpu"))
-    remedy = f"The embedded default wants {size(_MEMORY_MIN_BYTES)}: close other programs."
+    remedy = f"The embedded default needs {size(_MEMORY_MIN_BYTES)}: close other programs."
     yield _ok_unless(available < _MEMORY_MIN_BYTES, "memory", f"{size(available)} available", remedy)
 
 
@@ -152,7 +152,7 @@ def shared_memory() -> Iterator[Finding]:
         return
     found = f"{size(usage.free)} of {size(usage.total)} free"
     remedy = (
-        "Several GPUs and Ray want 1 GiB and room for weights: docker run --shm-size, or on Kubernetes "
+        "Several GPUs and Ray need 1 GiB and room for weights: docker run --shm-size, or on Kubernetes "
         "an emptyDir with medium Memory."
     )
     yield _ok_unless(usage.free < _SHM_MIN_BYTES, "/dev/shm", found, remedy)

@@ -25,9 +25,9 @@ def forked(
     from spotlight.store.run_store import stored_runs
 
     if parent is None:
-        raise failure("--name and --iteration are of --fork; expected it. Add --fork RUN, or say name=NAME.")
+        raise failure("--name or --iteration without --fork; expected both. Add --fork RUN, or name=NAME.")
     if name is None:
-        raise failure("--fork without --name; expected the new run's. Add --name NAME.")
+        raise failure("--fork without --name; expected the new run's name. Add --name NAME.")
     run = find_run(parent, "all")
     beside = [] if stored_runs(Path(parent).parent) is None else [f"runs_dir={Path(parent).parent}"]
     config = load_run(run, [*beside, *overrides, f"name={name}"], forks=True)
@@ -42,5 +42,5 @@ def forked(
         fork(run, local, iteration)
     kept = stored_runs(config.runs_dir)
     place = f"{config.runs_dir if kept is None else kept.address}/{name}"
-    say(f"{place}: a fork of {run.name}, of which `spotlight train {place}` goes on")
+    say(f"{place}: a fork of {run.name}; `spotlight train {place}` continues it")
     return [place, *overrides]

@@ -101,8 +101,8 @@ for _package in COMMANDS:
 def _say_how_to_install(context: typer.Context) -> None:
     extra = _ELSEWHERE[context.info_name or ""]
     raise failure(
-        f"'spotlight {context.info_name}' is found, in a package that is not installed or broken; expected "
-        f"spotlight-{extra}. pip install 'spotlight-rl[{extra}]'."
+        f"'spotlight {context.info_name}': found no working package spotlight-{extra}; expected it, because "
+        f"it has this command. pip install 'spotlight-rl[{extra}]'."
     )
 
 

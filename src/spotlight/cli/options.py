@@ -20,12 +20,12 @@ Quantize: TypeAlias = Literal["none", "int8", "nf4"]
 WeightsOption: TypeAlias = Annotated[
     Weights | None,
     typer.Option(
-        "--weights", help="Which weights (default: those the run judges by); reference: before training."
+        "--weights", help="Weights to use (default: those the run evaluates); reference: before training."
     ),
 ]
 IterationOption: TypeAlias = Annotated[
     int | None,
-    typer.Option("--iteration", min=0, help="The checkpoint after so many iterations (default: the newest)."),
+    typer.Option("--iteration", min=0, help="Checkpoint after this many iterations (default: the newest)."),
 ]
 BestOption: TypeAlias = Annotated[
     bool, typer.Option("--best", help="The kept checkpoint with the best validation.")
@@ -35,16 +35,16 @@ CurveOption: TypeAlias = Annotated[
     typer.Option(
         "--by",
         metavar="CURVE",
-        help="With --best: by this curve of validation, such as pickscore (default: the one judged).",
+        help="With --best: best by this validation curve, such as pickscore (default: the judged one).",
     ),
 ]
-DeviceOption: TypeAlias = Annotated[Device, typer.Option("--device", help="Where the model lives.")]
+DeviceOption: TypeAlias = Annotated[Device, typer.Option("--device", help="Where the model runs.")]
 
 
 QuantizeOption: TypeAlias = Annotated[
     Quantize | None,
     typer.Option(
-        "--quantize", help="How the base beside a LoRA is held (default: as in training, model.quantize)."
+        "--quantize", help="Bits of the base under a LoRA (default: as in training, model.quantize)."
     ),
 ]
 

@@ -14,14 +14,14 @@ from spotlight_rewards.commands.options import silence_loading_bars
 
 
 def tiny(
-    family: Annotated[str, typer.Argument(metavar="FAMILY", help="As in model.family.")],
+    family: Annotated[str, typer.Argument(metavar="FAMILY", help="A family, as in model.family.")],
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A directory that does not exist yet.")],
-    seed: Annotated[int, typer.Option(min=0, max=2**63, help="Of the random weights.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63, help="Seed of the random weights.")] = 0,
     variant: Annotated[
         int, typer.Option(min=0, max=3, help="Other widths, heads, layers and VAE factors.")
     ] = 0,
 ) -> None:
-    """Write a small random diffusers pipeline, about 1 MB: to try things without a GPU or a download.
+    """Write a small random diffusers pipeline, about 1 MB, to try things without a GPU or a download.
 
     [bold]Examples[/bold]
 
@@ -31,7 +31,7 @@ def tiny(
         data.train=testbed data.test=testbed iterations=1
     """
     if is_there(directory):
-        raise failure(f"DIR: {directory} exists; expected a directory to be made. Name another one.")
+        raise failure(f"DIR: {directory} exists; expected a directory that does not. Name another one.")
     with errors_without_traceback():
         from spotlight.registry import FAMILIES
 

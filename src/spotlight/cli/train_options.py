@@ -10,18 +10,18 @@ ConfigArgument: TypeAlias = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="CONFIG.yaml|RUN|KEY=VALUE",
-        help="A configuration file (without it: the embedded default), or a run to go on with; and overrides "
-        "in YAML syntax.",
+        help="A configuration file (default: the embedded one) or a run to continue; then overrides in YAML "
+        "syntax.",
     ),
 ]
 DryRunOption: TypeAlias = Annotated[
-    bool, typer.Option("--dry-run", help="Print what the run would do and need; do nothing.")
+    bool, typer.Option("--dry-run", help="Print what the run would do and need, without starting it.")
 ]
 SmokeOption: TypeAlias = Annotated[
     bool,
     typer.Option(
         "--smoke",
-        help="Two iterations in this process with a small random pipeline of the family, not the model.",
+        help="Train two iterations on this machine, with a small random pipeline instead of the model.",
     ),
 ]
 AddressOption: TypeAlias = Annotated[
@@ -46,7 +46,7 @@ BudgetOption: TypeAlias = Annotated[
     typer.Option(
         "--budget-usd",
         metavar="USD",
-        help="Likewise, so that the run costs no more: short for fleet.driver=ray "
+        help="Add and drop spot nodes so that the run costs at most USD: short for fleet.driver=ray "
         "fleet.target.budget_usd=USD.",
     ),
 ]
@@ -55,15 +55,15 @@ FitOption: TypeAlias = Annotated[
     typer.Option(
         "--fit",
         metavar="GB|auto",
-        help="Change what it takes for a GPU of GB (auto: this machine's), by the memory plan, and say what.",
+        help="Change settings until the memory plan fits a GPU of GB (auto: this machine's), and print them.",
     ),
 ]
 VoteOption: TypeAlias = Annotated[
     bool,
     typer.Option(
         "--vote",
-        help="People judge: they pick the best of four pictures on the dashboard, as with --dashboard; the "
-        "configuration's rewards stay as curves.",
+        help="Let people judge: they pick the best of four pictures on the dashboard, which this serves; the "
+        "configuration's rewards are only recorded as curves.",
     ),
 ]
 RanksOption: TypeAlias = Annotated[
@@ -72,7 +72,7 @@ RanksOption: TypeAlias = Annotated[
         "--ranks",
         metavar="N",
         min=1,
-        help="Train with N processes of this machine, one per GPU; they are started, and end, together.",
+        help="Train with N processes on this machine, one per GPU, which start and end together.",
     ),
 ]
 PlainOption: TypeAlias = Annotated[
@@ -96,7 +96,7 @@ ForkOption: TypeAlias = Annotated[
     typer.Option(
         "--fork",
         metavar="RUN",
-        help="Another run, --name, from a checkpoint of this one, with its optimizer and reference.",
+        help="Start another run, --name, from a checkpoint of RUN, with its optimizer and reference.",
     ),
 ]
 IterationOption: TypeAlias = Annotated[
@@ -105,10 +105,10 @@ IterationOption: TypeAlias = Annotated[
         "--iteration",
         metavar="N",
         min=1,
-        help="Of --fork: the checkpoint after so many iterations; default: the newest.",
+        help="With --fork: the checkpoint after this many iterations (default: the newest).",
     ),
 ]
-NameOption: TypeAlias = Annotated[str | None, typer.Option("--name", help="Of --fork: the new run's name.")]
+NameOption: TypeAlias = Annotated[str | None, typer.Option("--name", help="With --fork: the new run's name.")]
 KeepDashboardOption: TypeAlias = Annotated[
-    bool, typer.Option("--keep-dashboard", help="As --dashboard, but it stays when the run has ended.")
+    bool, typer.Option("--keep-dashboard", help="Like --dashboard, but it stays after the run's end.")
 ]

@@ -84,9 +84,9 @@ def better_before(run: RunRecord) -> str:
         return ""
     kept = best.iteration in CheckpointStore(run.paths.checkpoints, 1).iterations
     return (
-        f"The end is worse than iteration {best.iteration}: {curve} {score(change.after.mean)} after "
+        f"The end is worse than iteration {best.iteration}: {curve} {score(change.after.mean)} instead of "
         f"{score(change.before.mean)}, {change.margin:+.3f} {in_noise(change)}. "
-        + (f"spotlight export {run.paths.path} --best" if kept else "Its checkpoint is not kept.")
+        + (f"spotlight export {run.paths.path} --best" if kept else "Its checkpoint was not kept.")
     )
 
 
@@ -96,8 +96,8 @@ def estimated_beside(run: RunRecord) -> str:
         return ""
     when = f"after {plural(said.after, 'iteration')}" if said.after else "before"
     return (
-        f"Estimated {when}: {span_words(said.work_s, duration)}, {span_words(said.usd, money)}. It took "
-        f"{duration(run.wall_s)}, {money(run.history.cost_usd)}. It rested on {said.rests_on}."
+        f"Estimated {when}: {span_words(said.work_s, duration)}, {span_words(said.usd, money)}. The run took "
+        f"{duration(run.wall_s)}, {money(run.history.cost_usd)}. The estimate rested on {said.rests_on}."
     )
 
 

@@ -28,8 +28,8 @@ def whole_base_note(config: RunConfig) -> str:
     if config.model.quantize == "none":
         return ""
     return (
-        f"It was trained, and scored, beside the base in {config.model.quantize.upper()}; here it is used "
-        f"with the files' own weights. `spotlight eval {config.name} --quantize none` says how it scores so."
+        f"It was trained and scored with the base in {config.model.quantize.upper()}; here it is used with "
+        f"the files' own weights. `spotlight eval {config.name} --quantize none` shows its scores with those."
     )
 
 

@@ -85,7 +85,7 @@ def card_text(run: RunRecord, pictures: list[str], charts: list[str]) -> str:
         weights = run.paths.path / "merged"  # a bucket keeps it: too large to be brought for its name
     if weights is not None:
         snippet = loading_snippet(run.config, weights.resolve(), prompt=run.example_prompt)
-        hint = f"Once {'the LoRA' if lora else 'the model'} is on a hub, its id takes the place of the path."
+        hint = f"Once {'the LoRA' if lora else 'the model'} is on a hub, its id replaces the path."
         if lora:
             hint = " ".join(filter(None, (hint, _where_it_loads(run.config), whole_base_note(run.config))))
         sections += ["## Use", f"```python\n{without_places(snippet)}\n```\n\n{hint}"]
@@ -112,8 +112,8 @@ def _licence(config: RunConfig) -> str:
 
 def _where_it_loads(config: RunConfig) -> str:
     family = FAMILIES.load(config.model.family)
-    names = "the model's own names, as ComfyUI wants them" if family.native_layers else "diffusers' names"
-    said = f"Its layers have {names}; B holds alpha / rank, so nothing has to scale it."
+    names = "the model's own names, as ComfyUI expects them" if family.native_layers else "diffusers' names"
+    said = f"Its layers have {names}; B includes alpha / rank, so nothing has to scale it."
     if not family.lora_names:
         return f"{said} How ComfyUI and kohya's scripts name this family's layers is not known."
     commands = " and ".join(
@@ -121,7 +121,7 @@ def _where_it_loads(config: RunConfig) -> str:
         for layout, program in (("comfyui", "ComfyUI"), ("kohya", "sd-scripts or musubi-tuner"))
         if layout in family.lora_names
     )
-    return f"{said} Other programs' names: {commands}."
+    return f"{said} For other programs' names: {commands}."
 
 
 def _front_matter(run: RunRecord) -> str:
@@ -250,7 +250,7 @@ def _cost(run: RunRecord) -> str:
         f"trained{dropped}; "
         f"{count(counts.optimizer_steps)} optimizer steps.",
         f"- {survived(run) or 'No interruption'}.",
-        *(f"- Changed on the way: {said}." for said in course_words(history.course)),
+        *(f"- Changed during the run: {said}." for said in course_words(history.course)),
     ]
     spent = sorted(run.history.gpu_seconds_by_phase.items(), key=lambda item: -item[1])
     table = ["| phase | worker seconds |", "|---|---|"]

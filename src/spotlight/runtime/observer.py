@@ -49,7 +49,7 @@ def stop_note(controller: Controller) -> str:
     if controller.stage is Stage.OVER:
         return f"a resumed run begins iteration {iteration} again"
     if not controller.stops_at_once:
-        return f"iteration {iteration} is trained to its end first, since updates of it are applied"
+        return f"iteration {iteration} is trained to its end first, since some of its updates are applied"
     return f"the checkpoint that iteration {iteration} begins with is written first"
 
 

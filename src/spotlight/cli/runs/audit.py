@@ -27,7 +27,7 @@ def audit(
 ) -> None:
     """Recount a run's ledger from its rows: every sample accounted for, every second in a phase.
 
-    Needs neither the model nor a GPU, and may be used while the run is working.
+    Needs neither the model nor a GPU, and can be used while the run goes on.
     Exit status: 0 without violations, 1 with violations, 2 if there is no ledger to audit.
 
     [bold]Examples[/bold]

@@ -36,7 +36,7 @@ def evaluate(
     steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps (default: the run's).")] = None,
     prompts: Annotated[
         Path | None,
-        typer.Option(help="File of prompts, in columns as the run's (default: its held-out prompts)."),
+        typer.Option(help="File of prompts, with columns like the run's (default: its held-out prompts)."),
     ] = None,
     weights: WeightsOption = None,
     iteration: IterationOption = None,

@@ -48,13 +48,13 @@ _WHERE = {
 def export(
     run: RunArgument,
     merged: Annotated[
-        bool, typer.Option("--merged", help="A whole pipeline directory with the weights merged in.")
+        bool, typer.Option("--merged", help="Write a whole pipeline, with the weights merged in.")
     ] = False,
     dtype: DtypeOption = None,
     layout: LayoutOption = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="Where to (default: RUN/lora, RUN/lora-FORMAT or RUN/merged)."),
+        typer.Option("--out", help="Where to write (default: RUN/lora, RUN/lora-FORMAT or RUN/merged)."),
     ] = None,
     weights: WeightsOption = None,
     iteration: IterationOption = None,
@@ -79,11 +79,11 @@ def export(
     """
     if dtype is not None and not merged:
         raise failure(
-            f"--dtype {dtype}: nothing without --merged, because a LoRA is always written in float32; "
-            "add --merged, or leave it out."
+            f"--dtype {dtype} without --merged; expected both, because a LoRA is always written in float32. "
+            "Add --merged, or leave it out."
         )
     if layout is not None and merged:
-        raise failure(f"--format {layout}: nothing with --merged, which has no LoRA; leave one of them out.")
+        raise failure(f"--format {layout} with --merged; expected one of the two. Leave one out.")
     with errors_without_traceback():
         from spotlight.report.loading import loading_snippet, whole_base_note
         from spotlight.report.record import read_run
@@ -91,7 +91,7 @@ def export(
         trained = open_run(run, device, weights, iteration, best, by)
         full = trained.config.learner.mode == "full"
         if full and not merged:
-            raise failure(f"{trained.directory}: a full fine-tune has no LoRA to export; add --merged.")
+            raise failure(f"{trained.directory}: a full fine-tune has no LoRA to export. Add --merged.")
         target = out or trained.directory / ("merged" if merged else f"lora-{layout}" if layout else "lora")
         lost = None
         if layout is not None:
@@ -121,6 +121,6 @@ def _say(note: str) -> None:
 def _loss_note(lost: LostUpdate, *, lora: bool) -> str:
     adapter = "; so does the LoRA, exported without --merged" if lora else ""
     return (
-        f"bfloat16 loses {lost.overall:.1%} of the trained update (of {lost.tensor}: {lost.worst:.1%}, the "
-        f"most). --dtype float32 keeps all of it, in twice the space{adapter}."
+        f"bfloat16 loses {lost.overall:.1%} of the trained update (at most, of {lost.tensor}: "
+        f"{lost.worst:.1%}). --dtype float32 keeps all of it, in twice the space{adapter}."
     )

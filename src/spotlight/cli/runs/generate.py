@@ -38,7 +38,7 @@ PromptOption: TypeAlias = Annotated[
 ]
 PromptsOption: TypeAlias = Annotated[
     Path | None,
-    typer.Option("--prompts", metavar="FILE", help="Prompts to draw, .txt or .jsonl."),
+    typer.Option("--prompts", metavar="FILE", help="File of prompts to draw, .txt or .jsonl."),
 ]
 HeightOption: TypeAlias = Annotated[int | None, typer.Option(min=1, help="In pixels (default: the run's).")]
 WidthOption: TypeAlias = HeightOption
@@ -53,7 +53,7 @@ ReferenceOption: TypeAlias = Annotated[
     list[Path] | None,
     typer.Option(
         "--reference",
-        help="Picture to edit; may be given several times: all prompts are about all of them.",
+        help="Picture to edit; may be given several times; every prompt uses all of them.",
         exists=True,
         dir_okay=False,
     ),
@@ -87,7 +87,7 @@ def generate(
     """Generate images with a checkpoint of a run, by default the newest.
 
     Equal seeds give equal images. With --before, before-after.png shows both sides. Models that edit pictures
-    take those with --reference.
+    get them by --reference.
 
     [bold]Examples[/bold]
 
@@ -101,10 +101,10 @@ def generate(
         listed = [] if prompts is None else read_prompts_option("--prompts", prompts)
         drawn = [*(prompt or ()), *(each.text for each in listed)]
         if not drawn or not all(text.strip() and _is_utf8(text) for text in drawn):
-            said = "expected texts in UTF-8 that are not empty. Say what to draw."
+            said = "expected text in UTF-8 that is not empty. Say what to draw."
             raise failure(f"--prompt: found {drawn}; {said}")
         if any(each.references for each in listed) and not reference:
-            raise failure(f"--prompts: {prompts} names references; expected them by --reference, for all.")
+            raise failure(f"--prompts: {prompts} names references. Give them by --reference, for all.")
         pairs = [(text, seed + index) for text in drawn for index in range(count)]
         trained = open_run(run, device, weights, iteration, best, by, quantize).with_size(height, width)
         untrained = trained.with_weights("reference") if before else None  # fail now rather than at the end

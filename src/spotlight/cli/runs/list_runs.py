@@ -34,8 +34,8 @@ def runs(
 ) -> None:
     """List the runs with progress, last validation, cost and state.
 
-    On wide terminals also what each was estimated to take (while it runs also by its own iterations, from the
-    third on), and the algorithm.
+    Wide terminals also show the algorithm and what each run was estimated to take (while it goes on, also as
+    its own iterations estimate it, from the third on).
 
     [bold]Examples[/bold]
 

@@ -191,7 +191,7 @@ def _shared(config: RunConfig, plan: RunPlan, model: ModelSizes) -> Iterator[tup
         why = ""
     if config.learner.keep_gathered == "auto" and config.fleet.driver == "inline":
         more = size(kept_gathered(config, model, plan.memory).bytes)
-        yield "rollouts", more, "more, where that is free: then they gather once per lease"
+        yield "rollouts", more, "more, if free: the ranks then gather once per lease"
 
 
 def _fitting(config: RunConfig, plan: RunPlan) -> Iterator[tuple[str, str, str]]:

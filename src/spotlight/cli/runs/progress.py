@@ -172,8 +172,8 @@ class RunProgress(Observer):
             self.facts.was_silent = True
             self.note(
                 f"in each group of iteration {iteration + 1} all rewards are equal: nothing is learnt from "
-                "them. Look at what `spotlight score` gives for pictures that should differ; if that "
-                "differs, the prompts are too hard or too easy, or the reward too coarse"
+                "them. Check that `spotlight score` gives different scores for pictures that should differ; "
+                "if it does, the prompts are too hard or too easy, or the reward is too coarse"
             )
         facts = self.facts
         facts.take_iteration(iteration, row)

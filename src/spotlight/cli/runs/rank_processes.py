@@ -89,7 +89,7 @@ def _supervise(
             failed = _status(code)
             end_s = time.monotonic() + follow_s
             how = f"by {signal.Signals(-code).name}" if code < 0 else f"with status {code}"
-            complain(f"rank {rank} ended {how}, so all end.{_said(rank, logs)}")
+            complain(f"rank {rank} ended {how}, so the others end too.{_said(rank, logs)}")
     return failed or (EXIT_INTERRUPTED if stopped else 0)
 
 

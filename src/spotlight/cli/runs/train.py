@@ -82,10 +82,10 @@ def train(
 ) -> None:
     """Train a Diffusion Transformer by reinforcement learning; the same command resumes an interrupted run.
 
-    Ctrl-C (or SIGTERM, or a closed terminal) stops as soon as a resume is exact: before an iteration's first
-    update at once, then at the iteration's end. A second one stops at once. A command that names the run
-    may change its course from the next iteration on, which is recorded.
-    A file with stages is a run for each, one after another; stage=NAME chooses one.
+    Ctrl-C (or SIGTERM, or closing the terminal) stops as soon as the run can resume exactly: at once before
+    an iteration's first update, otherwise at the iteration's end. A second one stops at once. A command that
+    names the run may change its settings from the next iteration on; the change is recorded.
+    A file with stages is one run per stage, one after another; stage=NAME chooses one.
     Exit status: 0 finished, 1 stopped by an error, 2 not started, 130 interrupted.
 
     [bold]Examples[/bold]
@@ -186,7 +186,7 @@ def _print_stages(
             config, arguments = configured([*given, f"stage={each}"])
             typer.echo(f"Stage {each}: the run {config.name}")
             if config.model.lora is not None and not is_there(Path(lora_path(config.model.lora))):
-                typer.echo(f"It begins with {config.model.lora}, which an earlier stage is to make")
+                typer.echo(f"It begins with {config.model.lora}, which an earlier stage makes")
                 config, _ = configured([*given, f"stage={each}", "model.lora=null"])
         _print_plan(config, arguments, ranks)
 
@@ -232,13 +232,13 @@ def _require_ranks(config: RunConfig, asked: int | None, smoke: bool) -> None:
     started = int(os.environ.get("WORLD_SIZE", asked or 1))
     if smoke and (ranks := max(started, asked or 1)) > 1:
         raise failure(
-            f"--smoke on {ranks} ranks; expected one process. Leave out --smoke, or --ranks and torchrun."
+            f"--smoke on {ranks} ranks; expected one process. Leave out --smoke, or --ranks or torchrun."
         )
     if asked is None:
         return
     if config.fleet.driver == "ray":
         raise failure(
-            f"--ranks is {asked} with fleet.driver=ray; expected no --ranks there. Leave it out, and set "
+            f"--ranks is {asked} with fleet.driver=ray; expected no --ranks. Leave it out, and set "
             f"fleet.learner_ranks={asked}."
         )
     if started != asked:
@@ -269,7 +269,7 @@ def _vote(config: RunConfig, given: Sequence[str]) -> list[str]:
 
 def _print_replaced(what: str, replaced: Sequence[str]) -> None:
     console = TextConsole()
-    console.print(f"{what}: as configured, but for")
+    console.print(f"{what}, as configured except for")
     for each in replaced:
         console.print(f"  {each}", soft_wrap=True)
 

@@ -38,7 +38,7 @@ def vote_overrides(config: RunConfig, given: Sequence[str]) -> list[str]:
     """
     if (missing := missing_package()) is not None:
         package, remedy = missing
-        raise VoteError(f"--vote without the package {package!r}; people vote on the dashboard. {remedy}")
+        raise VoteError(f"--vote needs the package {package!r}: people vote on the dashboard. {remedy}")
     settings = [dict([parse_override(each)]) for each in given if "=" in each]
     chosen = {key for each in settings for key, _ in settings_in(each)} - {"rewards"}
     return [f"{key}={value}" for key, value in _changes(config) if key not in chosen]
