@@ -121,6 +121,6 @@ def _say(note: str) -> None:
 def _loss_note(lost: LostUpdate, *, lora: bool) -> str:
     adapter = "; so does the LoRA, exported without --merged" if lora else ""
     return (
-        f"bfloat16 loses {lost.overall:.1%} of the trained update (at most, of {lost.tensor}: "
-        f"{lost.worst:.1%}). --dtype float32 keeps all of it, in twice the space{adapter}."
+        f"bfloat16 loses {lost.overall:.1%} of the trained update (at most {lost.worst:.1%}, of "
+        f"{lost.tensor}). --dtype float32 keeps all of it, in twice the space{adapter}."
     )
