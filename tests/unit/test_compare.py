@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
 import shutil
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -129,6 +130,14 @@ def compare(*arguments: str) -> str:
     result = CliRunner().invoke(app, ["compare", *arguments], env={"COLUMNS": "160"})
     assert result.exit_code == 0, result.output
     return result.output
+
+
+def test_folders_whose_names_are_no_text_are_compared(runs: Path, tmp_path: Path) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/r\xe9sultats/\xff"))
+    shutil.copytree(runs / "a-0", folder)
+    compare(str(folder), "--by", "usd", "--csv", str(tmp_path / "points.csv"))
+    rows = list(csv.reader((tmp_path / "points.csv").read_text(encoding="utf-8").splitlines()))
+    assert {row[1] for row in rows[1:]} == {"\\udcff"}
 
 
 def test_texts_are_no_markup(runs: Path) -> None:

@@ -45,7 +45,7 @@ class RunFolder:
     def of(cls, directory: Path) -> RunFolder:
         """A run that is named as its directory is."""
         path = directory.resolve()
-        return cls(path.name, path)
+        return cls(_as_text(path.name), path)
 
     @property
     def paths(self) -> RunPaths:
@@ -148,14 +148,18 @@ def named(paths: Iterable[Path]) -> dict[str, RunFolder]:
         if path in met:
             continue
         met.add(path)
-        # A folder's name may hold bytes that are no UTF-8, which no address or answer can.
-        first = name = path.name.encode("utf-8", "backslashreplace").decode()
+        first = name = _as_text(path.name)
         number = 1
         while name in found:
             number += 1
             name = f"{first}~{number}"
         found[name] = RunFolder(name, path)
     return found
+
+
+def _as_text(name: str) -> str:
+    """A folder's name may hold bytes that are no UTF-8, which no address, answer or file can."""
+    return name.encode("utf-8", "backslashreplace").decode()
 
 
 def folders_at(place: Path) -> list[Path]:

@@ -189,7 +189,9 @@ def consistent_reading(connection: sqlite3.Connection) -> Iterator[None]:
     if connection.in_transaction:
         yield
         return
-    path = Path(connection.execute("PRAGMA database_list").fetchone()[2])
+    # As bytes: a folder's name need not be UTF-8.
+    (file,) = connection.execute("SELECT CAST(file AS BLOB) FROM pragma_database_list").fetchone()
+    path = Path(os.fsdecode(file))
     try:
         connection.execute("BEGIN")
         yield
