@@ -97,5 +97,5 @@ def test_what_a_run_with_gradients_excludes(algorithm: str) -> None:
         ("rollout.frames=5", "rollout.frames"),
         ("pipeline.axis=prompt", "pipeline.axis"),
     ):
-        with pytest.raises(ConfigError, match=f"{key}: .* with a reward's gradient"):
+        with pytest.raises(ConfigError, match=f"{key}: .* With a reward's gradient"):
             load_config(None, [f"algorithm.name={algorithm}", more])

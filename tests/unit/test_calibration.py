@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import sqlite3
+import threading
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
@@ -428,6 +429,28 @@ def test_a_run_that_gives_no_profile_hides_no_other_figures_from_an_estimate(tmp
     shipped = estimate_pace(config, 1)
     assert isinstance(shipped, RunPace), shipped
     assert "testbed-cpu" in shipped.rests_on
+
+
+def test_checkpoints_may_be_removed_while_they_are_measured(tmp_path: Path) -> None:
+    run, over = write_run(tmp_path / "r"), threading.Event()
+
+    def prune() -> None:
+        while not over.is_set():
+            for number in range(5):
+                folder = run / "checkpoints" / f"old-{number}" / "rank"
+                folder.mkdir(parents=True)
+                for part in "abcdefgh":
+                    (folder / part).write_bytes(b"x")
+            for number in range(5):
+                shutil.rmtree(run / "checkpoints" / f"old-{number}")
+
+    pruner = threading.Thread(target=prune)
+    pruner.start()
+    try:
+        assert {read_run_times(run).state_bytes for _ in range(60)} == {500_000}
+    finally:
+        over.set()
+        pruner.join()
 
 
 def test_the_commands_write_a_profile_and_predict_with_it(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from spotlight_fleet.providers.command_provider import CommandProvider
 from spotlight_fleet.providers.node_notes import NodeNotes
 from spotlight_fleet.providers.node_provider import ProviderError, ProviderSetting
 from spotlight_fleet.providers.skypilot_provider import SKYPILOT, SkyPilotSettings
+from spotlight_rewards.base.file_errors import StoreError
 
 
 @dataclass
@@ -260,6 +261,14 @@ def test_nodes_of_a_goal_that_was_dropped_are_reported(tmp_path: Path) -> None:
         assert open_providers(config, directory, None, notes.append) == {}
     (once,) = notes
     assert re.search(r"found spot-\w+, spot-\w+, nodes of.*without fleet.target. Set it again", once)
+
+
+@pytest.mark.parametrize("text", ["", '["spot-1"', "{}", "3", "[1]"])
+def test_notes_that_are_no_list_of_nodes_say_what_to_do(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "spot-nodes.json"
+    path.write_text(text)
+    with pytest.raises(StoreError, match=r"spot-nodes\.json: found .*; expected a list .* delete the file"):
+        NodeNotes(path).read()
 
 
 def test_commands_for_nodes_on_demand_are_given_the_slots_and_named_in_errors(tmp_path: Path) -> None:

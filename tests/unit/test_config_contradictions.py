@@ -103,7 +103,7 @@ GUIDED = (*PARALLEL, "rollout.true_cfg_scale=4")
                 "learner={updates_per_batch: 2, update_split: shuffled, micro_batch_size: 48}",
             ],
             "learner.update_split",
-            "only when all are there",
+            "only once all are complete",
         ),
         (
             [
@@ -119,7 +119,7 @@ GUIDED = (*PARALLEL, "rollout.true_cfg_scale=4")
         (
             [*GRPO, "algorithm={kl_weight: 0.1, kl_scale: step}", "rollout={sampler: cps, noise_level: 0.8}"],
             "algorithm.kl_scale",
-            "in any case",
+            "leave it out",
         ),
         (["learner.micro_batch_size=50"], "learner.micro_batch_size", "48 or 64"),
         (["learner.mode=full", "model.dtype=bfloat16"], "model.dtype", "set model.dtype=float32"),
@@ -137,7 +137,7 @@ GUIDED = (*PARALLEL, "rollout.true_cfg_scale=4")
                 "learner.autocast=bfloat16",
             ],
             "fleet.publish",
-            "other weights than are trained: leave it out.",
+            "different weights from those trained: leave it out.",
         ),
         (
             ["fleet.publish=bfloat16", "fleet.driver=ray"],
@@ -163,7 +163,7 @@ GUIDED = (*PARALLEL, "rollout.true_cfg_scale=4")
         (
             ["fleet.learner_placement=spot", "fleet.driver=ray", "checkpoint.every=7"],
             "checkpoint.every",
-            "saved after every iteration there: leave it out",
+            "saved after every iteration: leave it out",
         ),
         (
             ["fleet.learner_placement=spot", "fleet.driver=ray", "learner.mode=full"],
@@ -176,9 +176,9 @@ GUIDED = (*PARALLEL, "rollout.true_cfg_scale=4")
         (["evaluation.weights=ema"], "evaluation.weights", "learner.ema.cap"),
         ([*GRPO, "evaluation.weights=old"], "evaluation.weights", "keeps no old policy"),
         (["evaluation.grid_images=17"], "evaluation.grid_images", "lower it or evaluate more"),
-        (["rewards=[{name: shapes}, {name: shapes}]"], "rewards", "Add the weights"),
-        (["rewards=[{name: 'a:score'}, {name: 'b:of.score'}]"], "rewards", "give a label"),
-        (["rewards=[{name: 'a:score'}, {name: shapes, label: score}]"], "rewards", "give a label"),
+        (["rewards=[{name: shapes}, {name: shapes}]"], "rewards", "Add up their weights"),
+        (["rewards=[{name: 'a:score'}, {name: 'b:of.score'}]"], "rewards", "give one a label"),
+        (["rewards=[{name: 'a:score'}, {name: shapes, label: score}]"], "rewards", "give one a label"),
         (["rewards=[{name: shapes, weight: 0}]"], "rewards", "Nothing would be learnt"),
         (["evaluation.strict=nope/strict"], "evaluation.strict", "such as 'shapes'"),
         (
@@ -194,7 +194,7 @@ GUIDED = (*PARALLEL, "rollout.true_cfg_scale=4")
         (
             ["algorithm.name=dgpo", "fleet.driver=ray", "fleet.learner_ranks=3"],
             "rollout.group_size",
-            "take 18",
+            "set 18",
         ),
         (["algorithm={name: dgpo, noisiest_steps: 3}"], "algorithm.train_timesteps", "Lower it"),
         (
@@ -227,7 +227,7 @@ GUIDED = (*PARALLEL, "rollout.true_cfg_scale=4")
             "pipeline.next_share",
             "set algorithm.old_log_probs=stop_gradient",
         ),
-        (["algorithm.advantage.combine=gdpo"], "algorithm.advantage.std", "set it"),
+        (["algorithm.advantage.combine=gdpo"], "algorithm.advantage.std", "std=group"),
         (
             ["algorithm.advantage={combine: gdpo, std: group}", "pipeline.axis=prompt"],
             "algorithm.advantage.combine",
@@ -277,7 +277,7 @@ GUIDED = (*PARALLEL, "rollout.true_cfg_scale=4")
             "exploration.planner.costs",
             "leave it out",
         ),
-        (["exploration={drawn_seeds: 4}"], "exploration.drawn_seeds", "leave it out, or set that key"),
+        (["exploration={drawn_seeds: 4}"], "exploration.drawn_seeds", "or set exploration.sampled"),
         (
             ["algorithm={name: awm, old_weight: 0, old_policy: {cap: 0.4}}"],
             "algorithm.old_policy",
@@ -300,7 +300,7 @@ GUIDED = (*PARALLEL, "rollout.true_cfg_scale=4")
             "learner.schedule_samples",
             "set one, or leave it out",
         ),
-        (["exploration={drawn_seeds: 17, sampled_prompts: 1}"], "exploration.drawn_seeds", "Two are enough"),
+        (["exploration={drawn_seeds: 17, sampled_prompts: 1}"], "exploration.drawn_seeds", "two are enough"),
         (["exploration.sampled_prompts=13"], "exploration.sampled_prompts", "Lower it"),
         (
             ["exploration={sampled_prompts: 1, policy: random}"],

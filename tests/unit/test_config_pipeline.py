@@ -49,12 +49,12 @@ GUARD = ("algorithm={name: grpo-guard, advantage: {std: group}}", "rollout.sampl
         (
             [BY_EXPLORATION, "exploration={}", "algorithm.advantage.std=global"],
             "algorithm.advantage.std",
-            "only when all of it is there",
+            "only once it is complete",
         ),
         (
             [SLICES, "algorithm.advantage.std=global"],
             "algorithm.advantage.std",
-            "only when all of it is there",
+            "only once it is complete",
         ),
         (["pipeline.axis=prompt", "learner.micro_batch_size=192"], "learner.micro_batch_size", "lower it"),
         (
@@ -78,7 +78,7 @@ GUARD = ("algorithm={name: grpo-guard, advantage: {std: group}}", "rollout.sampl
         (["pipeline.next_share=0.5"], "pipeline.next_share", "fleet.driver=ray"),
         ([*TRAINERS_ALONE, "pipeline.next_share=.5"], "pipeline.next_share", "fleet.local.rollout_slots"),
         ([*TRAINERS_ALONE, IDLE], "exploration.where", "exploration.where=critical_path"),
-        ([RAY, "pipeline.next_share=.05"], "pipeline.next_share", "no whole group"),
+        ([RAY, "pipeline.next_share=.05"], "pipeline.next_share", "less than one group"),
         ([RAY, "pipeline.next_share=.5", "exploration={}"], "pipeline.next_share", "exploration.where=idle"),
         ([RAY, "pipeline.next_share=1", IDLE], "pipeline.next_share", "lower it"),
         ([*GUARD, RAY, "pipeline.next_share=.5"], "pipeline.next_share", "take flow-grpo"),

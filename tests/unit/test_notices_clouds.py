@@ -356,7 +356,7 @@ def test_the_cloud_is_recognised_and_what_is_pending_is_seen_at_once(cloud: str)
         fake.action = {"action": "terminate", "time": fake.in_s(90)}
         fake.events = [fake.event()]
         source = asyncio.run(find_cloud(MetadataServer(fake.url), timeout_s=10.0))
-        assert type(source) is type(cloud_source(cloud))
+        assert type(source) is type(cloud_source(cloud, MetadataServer()))
         assert len(asyncio.run(asyncio.wait_for(source.read(), 10.0)).pending) == 1
 
 

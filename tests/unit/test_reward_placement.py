@@ -160,7 +160,7 @@ class TestGpusOfThisMachine:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["rewards=[{name: ocr, device: spot}]"], "which has no spot nodes"),
+        (["rewards=[{name: ocr, device: spot}]"], "has no spot nodes"),
         (["rewards=[{name: ocr, device: cuda}]", "fleet.driver=ray"], "name a cluster in fleet.address"),
         (["rewards=[{name: ocr, device: gpu}]"], "'auto', 'cpu', 'spot', 'cuda' or 'learner'"),
     ],

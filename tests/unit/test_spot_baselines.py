@@ -20,7 +20,7 @@ from spotlight_plan.simulation.spot_baselines import BaselineModel, replay
 HOUR_USD = 36.0
 CHECKPOINTS = BaselineModel(
     iterations=6, nodes=2, start_s=10.0, iteration_s=100.0, checkpoint_every=2,
-    pause_s=30.0, join_s=20.0, boot_s=40.0, survives_one=False,
+    pause_s=30.0, boot_s=40.0, survives_one=False,
 )  # fmt: skip
 REDUNDANT = replace(CHECKPOINTS, survives_one=True, pause_s=5.0)
 
@@ -69,15 +69,15 @@ def test_a_neighbour_takes_over_unless_it_is_lost_as_well() -> None:
 
 def test_a_node_that_joins_boots_first_and_is_paid_meanwhile() -> None:
     result = run(CHECKPOINTS, (210.0, lost("b")), (300.0, joined("c")))
-    # A restart until 240, half an iteration in 100 s until 340, a pause of 20 s, 3.5 iterations.
-    assert result.end_s == pytest.approx(340 + 20 + 350)
+    # A restart until 240, half an iteration in 100 s until 340, a pause of 30 s, 3.5 iterations.
+    assert result.end_s == pytest.approx(340 + 30 + 350)
     assert result.phase_s[NodeKind.SPOT, Phase.SETUP] == pytest.approx(2 * 40)
 
 
 def test_without_nodes_nothing_happens_and_nothing_is_paid() -> None:
     result = run(CHECKPOINTS, (210.0, lost("a")), (210.0, lost("b")), (1000.0, joined("c")))
-    assert result.end_s == pytest.approx(1000 + 40 + 20 + 4 * 200)
-    assert sum(result.cost_usd.values()) == pytest.approx(HOUR_USD * (2 * 210 + 60 + 800) / 3600)
+    assert result.end_s == pytest.approx(1000 + 40 + 30 + 4 * 200)
+    assert sum(result.cost_usd.values()) == pytest.approx(HOUR_USD * (2 * 210 + 70 + 800) / 3600)
     assert not run(CHECKPOINTS, (210.0, lost("a")), (210.0, lost("b"))).finished
 
 

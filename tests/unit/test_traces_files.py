@@ -167,6 +167,15 @@ def test_only_json_lines_hold_prices() -> None:
     assert parse_trace(to_csv(bare), "made") == bare  # a comma in a name survives
 
 
+@pytest.mark.parametrize("name", ["a\nb", "a\rb", "a\ud800"])
+def test_a_name_that_csv_cannot_give_back_is_refused_by_it_alone(tmp_path: Path, name: str) -> None:
+    trace = Trace((TraceEvent(0.0, TraceEventKind.ADD, name, 1),), 10.0, "made")
+    with pytest.raises(TraceError, match=r"made has a node .*; expected a name on one line; write \.jsonl"):
+        write_trace(trace, tmp_path / "trace.csv")
+    write_trace(trace, tmp_path / "trace.jsonl")
+    assert read_trace(tmp_path / "trace.jsonl").events == trace.events
+
+
 def test_places_that_cannot_be_read_or_written(tmp_path: Path) -> None:
     (tmp_path / "bytes.csv").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(TraceError, match="no text"):

@@ -45,21 +45,21 @@ class RunConfig(Section):
     """A whole run: ``spotlight train CONFIG.yaml [key.subkey=value ...]``."""
 
     name: Annotated[str, Field(pattern=RUN_NAME.pattern)] = "demo"
-    """Name of the run directory; default: that of the file without its ending, or of the preset."""
+    """Name of the run directory; default: the file's name without its ending, or the preset's name."""
     like: str | None = None
-    """Another trainer's settings to start from, below those given here (docs/howto/coming-from.md)."""
+    """Another trainer's settings to start from; keys given here override them (docs/howto/coming-from.md)."""
     runs_dir: Annotated[Path, Field(validate_default=False), PlainSerializer(_address), WORK] = Path("runs")
-    """Parent of the run directories; or a bucket, s3://BUCKET/PREFIX (docs/howto/runs-in-a-bucket.md)."""
+    """Parent of the run directories, or a bucket: s3://BUCKET/PREFIX (docs/howto/runs-in-a-bucket.md)."""
     cache_dir: Annotated[Path | None, WORK] = None
-    """Directory for prompts' embeddings and pictures; default: ``~/.cache/spotlight`` (XDG_CACHE_HOME)."""
+    """Directory for prompt embeddings and pictures; default: ``~/.cache/spotlight`` (XDG_CACHE_HOME)."""
     run_seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    """Seed of prompt order, of all rollouts and of the adapters' initial values."""
+    """Seeds the order of prompts, all rollouts and the adapters' initial values."""
     iterations: Annotated[PositiveInt, EXTENT] = 40
     """Iterations to train; raise it to continue a finished run."""
     device: Annotated[Literal["auto", "cpu", "cuda"], WORK] = "auto"
     """Where the model runs; ``auto`` uses CUDA if available."""
     deterministic: bool = False
-    """Bit-exact resume on GPUs, too (torch's deterministic algorithms: slower). CPU runs always are."""
+    """Resume bit-exactly on GPUs too, by torch's deterministic, slower algorithms. CPU runs always do."""
     model: ModelConfig = ModelConfig()
     """Which Diffusion Transformer is trained."""
     data: Annotated[DataConfig, COURSE] = DataConfig()
@@ -79,7 +79,7 @@ class RunConfig(Section):
     pipeline: PipelineConfig = PipelineConfig()
     """Overlap of generation and training."""
     policies: AddedPolicies = Field(default_factory=dict)
-    """Scheduling policies of installed packages, by name, each with its keys."""
+    """Scheduling policies from installed packages, each by its name, with its keys."""
     evaluation: Annotated[EvaluationConfig, COURSE] = EvaluationConfig()
     """How progress is evaluated."""
     checkpoint: Annotated[CheckpointConfig, EXTENT] = CheckpointConfig()
@@ -127,8 +127,8 @@ class RunConfig(Section):
         if shard == "node" and len(set(per_node)) > 1:
             yield Problem(
                 "learner.shard", "'node'",
-                f"equally many ranks on each node; there are {', '.join(map(str, per_node))}",
-                "Set all, or none if a GPU holds the model, or take other nodes.",
+                f"the same number of ranks on each node; they have {', '.join(map(str, per_node))}",
+                "Set it to all, or to none if one GPU holds the model, or use other nodes.",
             )  # fmt: skip
         yield from micro_batch_problems(self, ranks)
         if ranks > 1 and shard != "none" and quantize != "none":

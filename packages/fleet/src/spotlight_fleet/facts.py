@@ -11,7 +11,7 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -52,16 +52,7 @@ class NodeFacts:
 
     def as_json(self) -> dict[str, object]:
         """As plain values."""
-        return {
-            "spotlight": self.spotlight,
-            "python": self.python,
-            "torch": self.torch,
-            "host": self.host,
-            "gpus": [[gpu.name, gpu.memory_bytes] for gpu in self.gpus],
-            "shm_free_bytes": self.shm_free_bytes,
-            "boot_id": self.boot_id,
-            "agent_pid": self.agent_pid,
-        }
+        return {**asdict(self), "gpus": [[gpu.name, gpu.memory_bytes] for gpu in self.gpus]}
 
 
 def read_facts(values: Mapping[str, object]) -> NodeFacts:

@@ -27,7 +27,7 @@ SilentGroups = Literal["train", "skip", "as_zero"]
 
 _GDPO = {"algorithm.advantage.combine": "gdpo"}
 _TOTAL = (
-    "It looks at the total reward, which does not tell the advantage then: change it, or set "
+    "It goes by the total reward, which then does not determine the advantage: change it, or set "
     "algorithm.advantage.combine=sum."
 )
 
@@ -44,23 +44,24 @@ class AdvantageConfig(Section):
     clip: PositiveFloat = 5.0
     """Advantages are clipped to ± this."""
     over: AdvantagesOver = "trained"
-    """Whose standard deviation, where ``algorithm.train_samples`` leaves some out: of the samples trained, or
-    of all generated in the groups that are trained. The mean is always that of the trained ones.
+    """Which samples the standard deviation is taken over where ``algorithm.train_samples`` leaves some out:
+    the trained ones, or all that were generated in their groups. The mean is always over the trained ones.
     """
     combine: Literal["sum", "normalise_each", "gdpo"] = "sum"
-    """Several rewards: weighted sum first, or normalise each by ``std`` and then sum (MixGRPO: by group).
-    ``gdpo``: each by group, and their sum over the batch (GDPO, arXiv 2601.05242).
+    """How to combine several rewards. ``sum``: sum them weighted, then normalise; ``normalise_each``: by
+    ``std``, then sum (MixGRPO: by group); ``gdpo``: normalise each by group, then the sum over the batch
+    (GDPO, arXiv 2601.05242).
     """
 
     requires = (
         Requires("algorithm.advantage.std", _GDPO, "group",
-                 "It normalises each reward by the prompt's group: set it."),
+                 "GDPO normalises each reward by its group: set algorithm.advantage.std=group."),
         Requires("algorithm.advantage.combine", {"pipeline.axis": other_than("none")},
                  ("sum", "normalise_each"),
-                 "The spread over the batch is known only when all of it is there: set pipeline.axis=none, "
+                 "The spread over the batch is known only once it is complete: set pipeline.axis=none, "
                  "or another combination."),
         *(Requires(key, _GDPO, wanted,
-                   "It divides by the spread over all trained samples: leave it out, or choose another "
+                   "GDPO divides by the spread over all trained samples: leave it out, or choose another "
                    "combination.")
           for key, wanted in (("algorithm.advantage.over", "trained"), ("algorithm.silent_groups", "train"))),
         *(Requires(key, {"algorithm.train_samples": UNSET}, wanted,
@@ -98,7 +99,7 @@ def micro_batch_problems(run: RunConfig, ranks: int) -> Iterator[Problem]:
         yield Problem(
             key, str(group),
             f"a multiple of the {ranks} ranks with algorithm.name={algorithm.name}",
-            f"The ranks share each group evenly: take {-(-group // ranks) * ranks}, or other ranks.",
+            f"The ranks share each group evenly: set {-(-group // ranks) * ranks}, or change their number.",
         )  # fmt: skip
     elif micro < update and micro % group:
         wanted = max(micro // group, 1) * group // ranks
@@ -106,7 +107,7 @@ def micro_batch_problems(run: RunConfig, ranks: int) -> Iterator[Problem]:
             "learner.micro_batch_size", str(learner.micro_batch_size),
             f"a multiple of {group // ranks} with algorithm.name={algorithm.name}, so that a micro-batch of "
             f"the {ranks} rank(s) together holds whole groups of {group}",
-            f"Its loss compares the samples of a group: set {wanted}, or another {key}.",
+            f"Its loss compares the samples of a group: set {wanted}, or change {key}.",
         )  # fmt: skip
 
 
@@ -142,20 +143,20 @@ class AlgorithmSection(Section):
     advantage: AdvantageConfig = AdvantageConfig()
     """From rewards to advantages."""
     train_timesteps: PositiveInt | None = None
-    """Trained timesteps per sample, drawn from the stochastic steps of its rollout; default: all of them."""
+    """Timesteps trained per sample, drawn from the stochastic steps of its rollout; default: all of them."""
     train_samples: Annotated[int, Field(ge=2)] | None = None
-    """Samples trained of each group's ``rollout.group_size``; default: all. The others are generated and
-    scored to choose from (PODS, arXiv 2504.13818).
+    """Samples to train of each group's ``rollout.group_size``; default: all. The others are generated and
+    scored only to choose from (PODS, arXiv 2504.13818).
     """
     train_policy: TrainPolicy = "max_variance"
-    """Which: the subset with the largest variance of rewards, ``top_and_bottom`` halves, those ``farthest``
-    from the group's mean (largest ``|advantage|``), or ``random`` ones, the control. All but these rank by
-    the total reward. Needs ``train_samples``.
+    """Which samples to train: the subset with the largest reward variance, half the best and half the worst
+    (``top_and_bottom``), those ``farthest`` from the group's mean (largest ``|advantage|``), or ``random``
+    ones, as a control. All but ``random`` rank by the total reward. Needs ``train_samples``.
     """
     silent_groups: SilentGroups = "train"
-    """Groups whose chosen rewards are all equal, so whose advantages are 0: ``train`` them, ``skip`` them
-    (the mean loss is over the others, as in flow_grpo), or count them ``as_zero`` in that mean without
-    training them.
+    """What to do with groups whose trained rewards are all equal, so that their advantages are 0: ``train``
+    them, ``skip`` them (the mean loss is over the others, as in flow_grpo), or count them ``as_zero`` in that
+    mean without training them.
     """
 
     def stops_at(self, steps: int) -> int:
@@ -199,7 +200,7 @@ class AlgorithmSection(Section):
 
     requires: ClassVar[Sequence[Requirement[RunConfig]]] = (
         Requires("algorithm.train_samples", {}, at_most("rollout.group_size"),
-                 "They are chosen among the generated ones: lower it, or raise rollout.group_size."),
+                 "They are chosen from the generated samples: lower it, or raise rollout.group_size."),
         Requires("algorithm.train_policy",
                  That("with several rewards and algorithm.advantage.combine={algorithm.advantage.combine}",
                       lambda run: run.algorithm.train_samples is not None and _ranked_by_total(run)),
@@ -224,9 +225,9 @@ class AlgorithmSection(Section):
           for key, wanted, why, remedy in (
               ("fleet.driver", "inline", "Pictures are read and encoded where they are trained",
                "set fleet.driver=inline"),
-              ("exploration", UNSET, "Nothing is generated that could be chosen", "leave it out"),
+              ("exploration", UNSET, "Nothing is generated to choose from", "leave it out"),
               ("algorithm.train_samples", UNSET, "All pictures are trained", "leave it out"),
-              ("algorithm.silent_groups", "train", "Rewards say nothing of what is trained", "leave it out"),
+              ("algorithm.silent_groups", "train", "Rewards do not affect what is trained", "leave it out"),
               ("pipeline.axis", "none", "There is nothing to wait for", "leave it out"))),
         Computed("learner.micro_batch_size", "whole groups, of all ranks together, where the loss compares "
                  "the samples of a group", _cut_groups),
@@ -245,28 +246,28 @@ class FlowGRPOConfig(AlgorithmSection):
     kl_weight: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL divergence from the initial model; above 0 costs one more forward per timestep."""
     kl_scale: Literal["rate", "step"] = "rate"
-    """What the KL's squared distance of means is divided by: ``rate``, twice the squared noise rate, as in
-    Flow-GRPO and DanceGRPO; ``step``, twice the step's variance, which has its length, as in the divergence.
+    """What the KL's squared distance between means is divided by. ``rate``: twice the squared noise rate, as
+    in Flow-GRPO and DanceGRPO; ``step``: twice the step's variance (rate² times length), as in the true KL.
     """
     old_log_probs: OldLogProbs = "recompute"
-    """Denominator of the ratio. ``recompute``: the weights before the batch; ``stop_gradient``: this pass's
-    own value; ``rollout``: as stored by the rollout.
+    """Denominator of the ratio. ``recompute``: computed with the weights before the batch;
+    ``stop_gradient``: this pass's own value; ``rollout``: the value stored by the rollout.
     """
     step_weights: Literal["equal", "noise"] = "equal"
-    """Weights of the steps in the clipped term: ``noise`` is that of their kicks, with mean 1
-    (TempFlow-GRPO, arXiv 2508.04324); only without an SDE window.
+    """Weights of the steps in the clipped term. ``noise``: in proportion to the noise that a step adds, with
+    mean 1 (TempFlow-GRPO, arXiv 2508.04324); only without an SDE window.
     """
 
     requires = (
         Requires("algorithm.kl_scale", {"algorithm.kl_weight": 0}, "rate",
                  "There is no KL to scale: set algorithm.kl_weight, or leave it out."),
         Requires("algorithm.kl_scale", {"rollout.sampler": "cps"}, "rate",
-                 "Its KL is divided by the step's variance in any case: leave it out."),
+                 "The KL of cps is always divided by the step's variance: leave it out."),
         Requires("algorithm.step_weights", {"rollout.sampler": "cps"}, "equal",
-                 "They undo the 1/k of a normal density's gradient, which the log-probs of cps lack: set "
+                 "Weights undo the 1/k of a normal density's gradient, which cps's log-probs lack: set "
                  "rollout.sampler=flow-sde, or leave it out."),
         Requires("algorithm.step_weights", {"rollout.sde_window.kind": other_than("all")}, "equal",
-                 "Their mean over all stochastic steps is 1, of which such a rollout has a part: set "
+                 "Weights have mean 1 over all stochastic steps, of which a window has only some: set "
                  "rollout.sde_window.kind=all, or leave it out."),
     )  # fmt: skip
 
@@ -287,20 +288,20 @@ class FlowGRPOFastConfig(FlowGRPOConfig):
         """Without an SDE window it is not the fast one."""
         if run.rollout.sde_window.kind == "all":
             yield (
-                "algorithm.name=flow-grpo-fast is flow-grpo while all steps are stochastic: for few of them "
-                "set rollout.sde_window={kind: random, size: 2, high: 5}."
+                "algorithm.name=flow-grpo-fast is plain flow-grpo while all steps are stochastic: to make "
+                "only a few stochastic, set rollout.sde_window={kind: random, size: 2, high: 5}."
             )
 
 
 class ForwardProcessSection(AlgorithmSection):
-    """What the algorithms have in common that noise final latents again; any ODE sampler."""
+    """Settings common to the algorithms that add noise to final latents again; any ODE sampler."""
 
     train_timesteps: PositiveInt = 3
     """Noise levels trained per sample."""
     noise_levels: NoiseLevels = "uniform"
-    """Their distribution: ``uniform`` over (0, 1) or as in the rollout's (shifted) ``schedule``, one in each
-    of ``train_timesteps`` equal parts; or levels of the schedule itself, without 0: ``steps``, different ones
-    at random, or ``stratified_steps``, one of each part.
+    """How they are drawn: one from each of ``train_timesteps`` equal parts, ``uniform`` over (0, 1) or
+    distributed as in the rollout's (shifted) ``schedule``; or from that schedule's own levels, without 0:
+    distinct ones at random (``steps``), or one from each part (``stratified_steps``).
     """
 
     learns_from_clean_samples: ClassVar[bool] = True
@@ -312,9 +313,9 @@ class ForwardProcessSection(AlgorithmSection):
 
     requires: ClassVar[Sequence[Requirement[RunConfig]]] = (
         Requires("algorithm.train_timesteps", {"algorithm.noise_levels": ("steps", "stratified_steps")},
-                 That("at most the levels to choose from",
+                 That("at most the number of levels to draw from",
                       lambda run: (run.algorithm.train_timesteps or 1) <= _levels(run)),
-                 lambda run: f"Lower it to {_levels(run)}, or take more rollout.steps."),
+                 lambda run: f"Lower it to {_levels(run)}, or allow more levels (rollout.steps)."),
     )  # fmt: skip
 
 
@@ -325,17 +326,17 @@ def _levels(run: RunConfig) -> int:
 class OldPolicyConfig(Section):
     """How fast the old policy follows: decay m = min(slope · max(n - delay, 0), cap) after each batch.
 
-    DiffusionNFT: 0.001, 0.5, 0; for OCR 0.0075, 0.999, 75, counting optimizer steps.
+    DiffusionNFT uses slope 0.001, cap 0.5, delay 0; for OCR 0.0075, 0.999, 75, counting optimizer steps.
     """
 
     slope: Annotated[float, Field(ge=0)] = 0.001
-    """Growth of the decay per n."""
+    """Growth of the decay for each n."""
     cap: Annotated[float, Field(ge=0, lt=1)] = 0.5
     """Largest decay; 0 makes the old policy equal the trained one."""
     delay: Annotated[int, Field(ge=0)] = 0
-    """n before the decay starts to grow."""
+    """Value of n from which the decay grows."""
     count: Literal["batches", "steps"] = "batches"
-    """What n is: batches trained, or optimizer steps (``learner.updates_per_batch`` per batch)."""
+    """What n counts: trained batches, or optimizer steps (``learner.updates_per_batch`` per batch)."""
 
     def decay(self, n: float) -> float:
         """m of ``old <- m old + (1 - m) policy``; n as ``learner.schedule_samples`` counts."""
@@ -397,8 +398,8 @@ class AWMConfig(ForwardProcessSection):
     old_policy: OldPolicyConfig = OldPolicyConfig(cap=0.3)
     """How fast the moving average follows."""
     old_log_probs: Literal["stop_gradient", "recompute"] = "stop_gradient"
-    """Denominator of the ratio. ``stop_gradient``: this pass's own value, so it is 1; ``recompute``: the
-    weights before the batch, so later updates of a batch have one.
+    """Denominator of the ratio. ``stop_gradient``: this pass's own value, so the ratio is 1; ``recompute``:
+    computed with the weights before the batch, so the ratio leaves 1 in a batch's later updates.
     """
     clip_range: PositiveFloat | None = None
     """Ratio clip with ``old_log_probs: recompute``; default: none."""

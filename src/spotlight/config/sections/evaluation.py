@@ -31,7 +31,7 @@ class EvaluationConfig(Section):
     prompts: PositiveInt | None = None
     """Number of held-out prompts, evenly spaced over the file; default: all."""
     images_per_prompt: PositiveInt = 4
-    """Fixed seeds per prompt. The dry run says what an evaluation costs beside an iteration's rollouts."""
+    """Fixed seeds per prompt. The dry run compares an evaluation's cost with an iteration's rollouts."""
     steps: Annotated[int, Field(ge=1)] = 10
     """Denoising steps."""
     weights: Literal["policy", "ema", "old"] = "policy"
@@ -63,9 +63,9 @@ class EvaluationConfig(Section):
         """Pictures are judged, and later made, as they are evaluated."""
         if self.steps == type(self).model_fields["steps"].default != run.rollout.steps:
             yield (
-                f"evaluation.steps is {self.steps}, the default, but rollout.steps {run.rollout.steps}: "
-                "pictures are trained in other steps than evaluated, and than `spotlight generate` and the "
-                "printed lines make them. Where that is not meant, set evaluation.steps too."
+                f"evaluation.steps is {self.steps}, the default, but rollout.steps is {run.rollout.steps}: "
+                "training pictures are made in a different number of steps than evaluation, `spotlight "
+                "generate` and the printed lines use. If that is not intended, set evaluation.steps too."
             )
 
     requires = (
@@ -74,7 +74,7 @@ class EvaluationConfig(Section):
                  "Set learner.ema.cap=0.9 or evaluate the policy."),
         Requires("evaluation.weights",
                  That("with algorithm.name={algorithm.name}", lambda run: not run.algorithm.uses_old_policy),
-                 ("policy", "ema"), "This algorithm keeps no old policy."),
+                 ("policy", "ema"), "This algorithm keeps no old policy: leave it out."),
         Requires("evaluation.grid_images", {}, at_most("evaluation.images_per_prompt"),
                  "Grids show evaluation images; lower it or evaluate more."),
         # A reward's details are known only after scoring; check the reward's name now.

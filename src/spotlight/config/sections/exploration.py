@@ -44,8 +44,8 @@ class PreviewCostsConfig(Section):
 class BanditConfig(Section):
     """A bandit that decides every iteration how many seeds to preview with how many steps.
 
-    In idle time it only considers what fits into the time that training leaves. On the critical path, which
-    waits for previews, every choice fits, random seeds among them: it seeks the largest contrast per second.
+    In idle time it considers only choices that fit into that time. On the critical path, which waits for
+    previews, every choice fits, random seeds included: it seeks the largest contrast per second.
     """
 
     seed_counts: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = (24, 32, 48)
@@ -55,12 +55,12 @@ class BanditConfig(Section):
     alpha: Annotated[float, Field(ge=0)] = 0.5
     """Weight of exploring uncertain choices; 0 always takes the best so far."""
     discount: Annotated[float, Field(gt=0, le=1)] = 0.95
-    """Factor per iteration on past evidence: the gain of seeds and steps drifts with the model."""
+    """Factor on past evidence in each iteration, since the gain of seeds and steps drifts with the model."""
     sharing: Annotated[float, Field(ge=0, lt=1)] = 0.3
     """How much evidence a choice shares with its neighbours on the grid: 0 none, towards 1 nearly all."""
     maximises: Literal["contrast_per_second", "contrast"] = "contrast_per_second"
-    """On the critical path: contrast over the time of an iteration, so that previews have to pay for
-    themselves, or contrast whatever it costs.
+    """On the critical path: contrast per second of an iteration, so that previews have to pay for
+    themselves, or contrast at any cost.
     """
     caution: Annotated[float, Field(ge=0)] = 1.0
     """Safety margin, in standard deviations, subtracted from the time that training is expected to leave.
@@ -93,17 +93,17 @@ class SeedChoiceConfig(Section):
     Default: 16 times the group's size, or the planned number if larger. Only for previews in idle time.
     """
     steps: PositiveInt | None = None
-    """Denoising steps per preview; default: as many as rollouts have. Fewer cost less, rank worse. Not with
-    ``planner``.
+    """Denoising steps per preview; default: as many as rollouts have. Fewer cost less but rank worse. Not
+    with a ``planner``.
     """
     policy: SeedPolicy = "max_variance"
     """Which previews form the group. ``max_variance``: the subset with the largest reward variance (PODS).
     ``top_and_bottom``: half the best, half the worst. ``top``: the best. ``random``: any (the control).
     """
     contrast_min: Annotated[float, Field(ge=0)] = 0.0
-    """Previews of a prompt whose rewards lie within a range of this width do not select its seeds."""
+    """If the rewards of a prompt's previews lie within a range of this width, they do not select seeds."""
     spare_prompts: Annotated[int, Field(ge=0)] = 0
-    """Up to this many prompts per iteration whose previews show no contrast may be replaced by others."""
+    """Prompts per iteration that others may replace if their previews show no contrast."""
     sampled_prompts: Annotated[int, Field(ge=0)] = 0
     """Groups per iteration that keep some randomly drawn seeds, to measure how well previews rank."""
     drawn_seeds: Annotated[int, Field(ge=0)] = _DRAWN_SEEDS
@@ -124,7 +124,7 @@ class SeedChoiceConfig(Section):
 
 
 _CRITICAL = {"exploration.where": "critical_path"}
-_WAITED_FOR = "Previews are waited for there, and nothing has to fit: leave it out"
+_WAITED_FOR = "There the run waits for previews, so they need not fit into idle time: leave it out"
 
 
 def _arms(run: Any, section: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -149,22 +149,22 @@ def seeds_require(section: str) -> tuple[Requirement[Any], ...]:
                    "Previews follow the noise path of the rollouts that they choose seeds for: lower it.")
           for key in ("exploration.steps", "exploration.planner.step_counts")),
         Requires("exploration.drawn_seeds", {}, at_most(f"{section}.group_size"),
-                 "Two are enough to measure with."),
+                 "Lower it: two are enough for measuring."),
         Requires("exploration.drawn_seeds", {"exploration.sampled_prompts": UNSET}, _DRAWN_SEEDS,
-                 "No group keeps drawn seeds then: leave it out, or set that key."),
-        *(Requires("exploration.sampled_prompts", condition, 0,
-                   "What a group measures it measures by pairs: set exploration.drawn_seeds=2, or leave it "
-                   "out.")
-          for condition in (
-              {"exploration.drawn_seeds": less_than(2)}, {"exploration.policy": "random"})),
+                 "No group keeps drawn seeds: leave it out, or set exploration.sampled_prompts."),
+        *(Requires("exploration.sampled_prompts", condition, 0, f"{remedy}, or leave it out.")
+          for condition, remedy in (
+              ({"exploration.drawn_seeds": less_than(2)},
+               "Pairs of drawn seeds are compared: set exploration.drawn_seeds=2"),
+              ({"exploration.policy": "random"}, "All seeds are drawn: set another exploration.policy"))),
     )  # fmt: skip
 
 
 class ExplorationConfig(SeedChoiceConfig):
     """Preview more seeds per prompt than its group has members, and train on those whose rewards differ most.
 
-    Selected seeds are generated again with the current weights, unless their previews were made just so;
-    advantages use only the rewards of these samples.
+    Selected seeds are generated again with the current weights, unless their previews already are such
+    rollouts; advantages use only the rewards of these samples.
     """
 
     where: PreviewTime = "critical_path"
@@ -172,8 +172,8 @@ class ExplorationConfig(SeedChoiceConfig):
     iteration, on workers that would otherwise wait (``fleet.driver: ray``).
     """
     guidance: Annotated[float, Field(ge=1)] | None = None
-    """Classifier-free guidance scale of previews; default: as in rollouts; 1: none, half the cost per
-    step.
+    """Classifier-free guidance scale of previews; default: as in rollouts; 1: none, at half the cost
+    per step.
     """
     step_cache: Annotated[int, Field(ge=2)] | None = None
     """In every run of this many consecutive preview steps, the first runs all transformer blocks; the others
@@ -214,7 +214,7 @@ class ExplorationConfig(SeedChoiceConfig):
                  "explore on the critical path."),
         Requires("exploration.where", That("where all slots train", lambda run: run.fleet.only_learner_slots),
                  "critical_path",
-                 "The learner's slots preview nothing beside training: set exploration.where=critical_path, "
+                 "The learner's slots run no previews while it trains: set exploration.where=critical_path, "
                  "fleet.local.rollout_slots or fleet.spot.nodes to at least 1, or name a fleet.spot.trace."),
         *(Requires(key, {"exploration.planner": SET}, UNSET,
                    "The planner decides: leave one of the two keys out.")
@@ -224,23 +224,23 @@ class ExplorationConfig(SeedChoiceConfig):
         Requires("exploration.planner.caution", _CRITICAL, 1.0, f"{_WAITED_FOR}."),
         Requires("exploration.planner.costs", {**_CRITICAL, "exploration.planner.maximises": "contrast"},
                  PreviewCostsConfig(),
-                 f"{_WAITED_FOR}, and name only seed_counts and step_counts whose time you would spend."),
+                 f"{_WAITED_FOR}, and name only seed_counts and step_counts that are worth their time."),
         *(Requires(key, {}, more_than("rollout.group_size"),
-                   "Of no more seeds than a group has members, none can be left out: preview more, twice as "
-                   "many or so.")
+                   "With no more seeds than a group has members, there is nothing to choose: preview more, "
+                   "about twice as many.")
           for key in ("exploration.seeds_per_prompt", "exploration.planner.seed_counts")),
         Requires("exploration.seeds_per_prompt_max", _CRITICAL, UNSET,
                  "Only idle time previews more seeds than were planned: leave it out."),
         *seeds_require("rollout"),
         Requires("exploration.sampled_prompts", {}, at_most("rollout.prompts_per_iteration"), "Lower it."),
         Requires("exploration.guidance", {}, at_most("rollout.true_cfg_scale"),
-                 "Previews stand for rollouts and may only be cheaper: leave it out, or set 1 for none."),
+                 "Previews stand in for rollouts and may only be cheaper: leave it out, or set 1 for none."),
         Requires("exploration.step_cache", {},
                  That("at most the fewest steps of a preview, {preview_steps_min}", lambda run:
                       run.exploration is None or (run.exploration.step_cache or 0) <= run.preview_steps_min),
-                 "Only the first of them would run all blocks: lower it, 2 ranks best."),
+                 "Only a preview's first step would run all blocks: lower it; 2 ranks best."),
         *(Requires("exploration.dtype", {key: "bfloat16"}, UNSET,
-                   "Rollouts are of that precision already, and so are their previews: leave it out.")
+                   "Rollouts have that precision already, and so have previews: leave it out.")
           for key in ("model.dtype", "learner.autocast")),
     )  # fmt: skip
 

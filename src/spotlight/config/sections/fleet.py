@@ -37,8 +37,8 @@ class LocalNodesConfig(Section):
     rollout_slots: Annotated[int, Field(ge=0)] = 0
     """Reserved slots for rollouts, in addition to the learner's."""
     threads: PositiveInt | None = None
-    """Threads per worker, and per learner rank, on a CPU slot; default: an equal share of the machine's cores
-    for each worker, and for each rank.
+    """Threads per worker and per learner rank on CPU slots; default: the machine's cores divided equally
+    among the workers, and among the ranks.
     """
 
 
@@ -49,10 +49,10 @@ class SpotConfig(Section):
     """Dollars per hour per slot (GPU) of a spot node."""
     nodes: Annotated[int, Field(ge=0)] | None = None
     """Emulated spot nodes on this machine that are never preempted; default: 2. Not with a ``trace``, which
-    defines the nodes itself. With a ``fleet.target``: those at the beginning.
+    defines the nodes itself. With a ``fleet.target``: the number at the start.
     """
     slots: PositiveInt = 1
-    """CPU slots per emulated spot node, each standing for a GPU; unless the trace gives a number of GPUs."""
+    """CPU slots, each standing for a GPU, per emulated spot node, unless the trace gives a number of GPUs."""
     trace: Path | None = None
     """Spot trace that emulated nodes follow: they join, get notices and are killed (SIGKILL) as it says. A
     file, or the built-in ``minute``: two nodes at a time, the older of which is preempted every minute.
@@ -79,9 +79,9 @@ class SequenceParallelConfig(Section):
     pays_from_pixels: PositiveInt = 1024 * 1024
     """Pictures of at least this many pixels (videos: times latent frames) benefit from a higher degree."""
     guidance: bool = False
-    """Whether the halves of a group make one of guidance's two passes each (``rollout.true_cfg_scale`` above
-    1), and exchange velocities each step. Within a half the forward is split over half the degree, which
-    must divide the attention heads; degrees above 1 must be even.
+    """Whether each half of a group makes one of guidance's two passes (``rollout.true_cfg_scale`` above 1);
+    the halves exchange velocities at each step. Within a half the forward is split over half the degree,
+    which must divide the attention heads; degrees above 1 must be even.
     """
 
     def split(self, degree: int) -> int:
@@ -97,12 +97,12 @@ class SequenceParallelConfig(Section):
                       lambda run: not FAMILIES.load(run.model.family).splits_sequence),
                  ((1,),), "Leave it out."),
         Requires("fleet.sequence_parallel.degrees", _GUIDANCE,
-                 That("1 and even degrees, or even ones", lambda run: _degrees(run)[-1] > 1
+                 That("even degrees, or 1 and even ones", lambda run: _degrees(run)[-1] > 1
                       and not any(degree % 2 for degree in _degrees(run) if degree > 1)), _NO_GUIDANCE),
         Requires("rollout.true_cfg_scale", _GUIDANCE, more_than(1),
                  f"Without guidance there is one pass. {_NO_GUIDANCE}"),
         Requires("exploration.step_cache", _GUIDANCE, UNSET,
-                 f"A rank keeps the residuals of one pass. {_NO_GUIDANCE}"),
+                 f"Ranks keep the residuals of one pass only. {_NO_GUIDANCE}"),
     )  # fmt: skip
 
 
@@ -123,9 +123,9 @@ class OnDemandConfig(Section):
     """A node at the full price (``fleet.price_usd_h``) for a learner that finds no spot node."""
 
     after_s: Annotated[float, Field(ge=0)] = 300.0
-    """It is taken when the learner has waited this long."""
+    """Take it when the learner has waited for this long."""
     back_after_s: Annotated[float, Field(ge=0)] = 60.0
-    """The learner leaves it when spot nodes have had room for this long; then it is given back."""
+    """Leave it and give it back when spot nodes have had room for the learner for this long."""
     start: str | None = None
     """Shell command that starts a node and makes it join the cluster as ``$SPOTLIGHT_NODE``, with
     ``$SPOTLIGHT_SLOTS`` GPUs. Only with ``fleet.address``: a cluster on this machine emulates the node.
@@ -138,39 +138,39 @@ class FleetConfig(Section):
     """Where the run executes, and what that costs."""
 
     driver: Literal["inline", "ray"] = "inline"
-    """``inline``: in this process, or ``--ranks``. ``ray``: on a cluster whose spot nodes may vanish."""
+    """``inline``: in this process, or its ``--ranks``. ``ray``: on a cluster whose spot nodes may vanish."""
     address: str | None = None
     """Address of a running Ray cluster (``auto``, host:port); default: start one on this machine."""
     head: Literal["reserved", "any"] = "reserved"
-    """Nodes that may run this command. ``any``: spot nodes too. A run outlives the node if its ``runs_dir``
-    does, as an address of a bucket, and your launcher starts the same command elsewhere.
+    """Nodes that may run this command. ``any``: spot nodes too. A run then outlives its node if ``runs_dir``
+    does (as a bucket does) and your launcher starts the same command elsewhere.
     """
     price_usd_h: Annotated[float, Field(ge=0)] = 0.05
     """Dollars per hour per worker (a reserved GPU, or this machine's CPU). Every billed second is charged."""
     learner_ranks: PositiveInt = 1
     """Slots that train together (FSDP2)."""
     learner_ranks_min: PositiveInt | None = None
-    """A learner on spot nodes with room for fewer than ``learner_ranks`` is formed with the largest divisor
-    of it that fits, down to this number. Gradients are the same up to rounding; with ``learner.shard=all``
-    each rank holds more of the model. Default: it waits for ``learner_ranks``.
+    """Fewest ranks of a learner on spot nodes: without room for ``learner_ranks``, it starts with the largest
+    divisor of that number that fits. Gradients are the same up to rounding; with ``learner.shard=all`` each
+    rank holds more of the model. Default: it waits for ``learner_ranks``.
     """
     learner_grows_after_s: Annotated[float, Field(ge=0)] = _GROWS_AFTER_S
-    """A learner of fewer ranks moves to more when spot nodes have had room for them so long, beside it."""
+    """A learner of fewer ranks moves to more once other spot nodes have had room for them this long."""
     learner_placement: Literal["reserved", "spot", "spot_then_on_demand"] = "reserved"
-    """Nodes that the learner is on. ``spot``: it moves to another spot node when its own gets a notice
-    or is lost, and waits for one where there is none. Its state is then saved after every iteration, behind
-    the rollouts of the next, on the head's node if they share no ``runs_dir``; a loss costs at
-    most the training of one iteration. Only the head needs a reserved node, without GPUs. LoRA only.
-    ``spot_then_on_demand``: instead of waiting on, it takes a node on demand (``fleet.on_demand``).
+    """Where the learner runs. ``spot``: it moves to another spot node when its own gets a notice or is lost,
+    and waits if there is none. Its state is then saved after every iteration, during the rollouts of the
+    next, on the head's node if the nodes share no ``runs_dir``; a loss costs at most the training of one
+    iteration. Only the head needs a reserved node, which needs no GPUs. LoRA only.
+    ``spot_then_on_demand``: if it waits too long, it takes an on-demand node (``fleet.on_demand``).
     """
     on_demand: OnDemandConfig = OnDemandConfig()
-    """When a learner on spot nodes takes a node on demand, and how."""
+    """When and how a learner on spot nodes takes an on-demand node."""
     local: LocalNodesConfig = LocalNodesConfig()
     """Reserved nodes of a cluster on this machine."""
     spot: SpotConfig = SpotConfig()
     """Preemptible nodes."""
     target: TargetConfig = TargetConfig()
-    """A deadline and a budget, which the number of spot nodes follows."""
+    """A deadline and a budget, held by adding and dropping spot nodes."""
     notices: NoticesConfig = NoticesConfig()
     """How nodes learn of their preemption."""
     sequence_parallel: SequenceParallelConfig = SequenceParallelConfig()
@@ -178,43 +178,42 @@ class FleetConfig(Section):
     commit_every: PositiveInt = 1
     """Denoising steps between commits of rollouts in flight: the most that a loss without notice costs."""
     lease_s: PositiveFloat = 120.0
-    """Work of a group that commits nothing for this long goes to another group; for four times what the last
-    steps, or ends of rollouts, of its kind took, if longer (up to twice that with more rollouts); and for
-    ``start_s``, if longer, until its workers have finished a first rollout.
+    """If a group commits nothing for this long, its work goes to another group. The limit is at least four
+    times what steps, or ends of rollouts, last took in groups of its kind (up to twice that with more
+    rollouts), and at least ``start_s`` until its workers have finished a first rollout.
     """
     heartbeat_s: PositiveFloat = 5.0
     """Seconds between heartbeats; a worker that misses three in a row is restarted."""
     answer_s: PositiveFloat = 30.0
-    """A command without a reply for this long is sent again; after three times the worker is restarted. A
-    worker replies between two denoising steps; one with work gets as long as ``lease_s`` says, if longer,
-    but no more once its lease has expired.
+    """A command without a reply for this long is sent again; after three times the worker is restarted.
+    Workers reply between two denoising steps, so one with work has the time of ``lease_s``, if longer, until
+    its lease has expired.
     """
     collective_s: PositiveFloat = 30.0
-    """A member that keeps its group waiting within a step for this long is given up by the others; for four
-    times what such a step took before, if that is longer.
+    """A member that keeps its group waiting within a step for this long, or for four times what such a step
+    took before if that is longer, is given up by the others.
     """
     start_s: PositiveFloat = 600.0
-    """Limit for starting a process, for loading all weights, and at first for a denoising step, which may
-    compile kernels.
+    """Limit for starting a process, for loading all weights, and for a process's first denoising steps, which
+    may compile kernels.
     """
     publish: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of the adapters that workers get. ``bfloat16``, half the bytes, changes no rollout under
-    ``learner.autocast: bfloat16``, which rounds adapters anyway; ``auto`` takes it there alone.
+    """Type in which workers get the adapters. ``bfloat16`` has half the bytes and changes no rollout under
+    ``learner.autocast: bfloat16``, which rounds adapters anyway; ``auto`` takes it only there.
     """
     learner_s: PositiveFloat = 3600.0
-    """Limit for one call of the learner (a micro-batch, a checkpoint) before it counts as lost, until calls
-    like it are measured. Then it has four times what the last took, and at least ``lease_s``, or where files
-    are written ``start_s``.
+    """Limit for one call to the learner (a micro-batch, a checkpoint), after which it counts as lost. Once
+    such calls are measured, the limit is four times what the last ones took, but at least ``lease_s``, or
+    ``start_s`` where files are written.
     """
     learner_collective_s: PositiveFloat = 600.0
-    """A rank of the learner that keeps the others waiting in a collective for this long is given up: the
-    learner ends, and on Ray starts again. Under torchrun ranks also wait for each other's rewards and for
-    rank 0's files.
+    """If a rank keeps the learner's others waiting in a collective for this long, the learner ends, and on
+    Ray starts again. Under torchrun this includes waiting for each other's rewards and for rank 0's files.
     """
     drain_margin_s: Annotated[float, Field(ge=0)] = 25.0
-    """A node about to be preempted stops working this long before; at once if its notice is shorter."""
+    """A node stops working this long before its preemption; at once if its notice is shorter."""
     store_gb: PositiveFloat = 4.0
-    """Memory on this process's node for latents and samples in flight; more goes to the run directory."""
+    """Memory on this process's node for latents and samples in flight; the rest goes to the run directory."""
 
     def published_dtype(self, run: RunConfig) -> Literal["float32", "bfloat16"]:
         if self.publish != "auto":
@@ -262,26 +261,26 @@ class FleetConfig(Section):
         waits = self.driver == "ray" and not self.learner_moves and not run.pipeline.trainers_generate
         if waits and vanish and self.local.rollout_slots == 0:
             yield (
-                "where no node but the learner's is left, its GPUs wait at full price until a spot node "
-                "joins: with pipeline.trainers_generate=true they roll out meanwhile."
+                "when only the learner's node is left, its GPUs wait at full price until a spot node joins; "
+                "with pipeline.trainers_generate=true they roll out meanwhile."
             )
 
     requires = (
         *(Requires(key, _INLINE, UNSET, _RAY)
           for key in ("fleet.address", "fleet.spot.nodes", "fleet.spot.trace")),
         Requires("fleet.head", {"fleet.address": UNSET}, "reserved",
-                 "A cluster on this machine has a reserved node for it: leave it out."),
+                 "A cluster on this machine has a reserved node for the head: leave it out."),
         Requires("fleet.learner_ranks", _INLINE, 1,
-                 "Start so many by --ranks, or set fleet.driver=ray."),
+                 "Start that many with --ranks, or set fleet.driver=ray."),
         Requires("fleet.learner_placement", _INLINE, "reserved", _RAY),
         Requires("fleet.publish", _INLINE, "auto", f"One process sends no weights. {_RAY}"),
         *(Requires(key, {"fleet.driver": "ray", "fleet.address": SET}, UNSET,
-                   "Spot nodes are emulated on a local Ray only: leave one of the two keys out.")
+                   "Spot nodes are emulated only on this machine: leave one of the two keys out.")
           for key in ("fleet.spot.nodes", "fleet.spot.trace")),
         Requires("fleet.publish", {"learner.mode": other_than("lora")}, ("auto", "float32"),
-                 "Workers would roll out with other weights than are trained: leave it out."),
+                 "Workers would roll out with different weights from those trained: leave it out."),
         Requires("fleet.publish", {"learner.autocast": other_than("bfloat16")}, ("auto", "float32"),
-                 "Workers would roll out with other weights than are trained: leave it out, or set "
+                 "Workers would roll out with different weights from those trained: leave it out, or set "
                  "learner.autocast=bfloat16."),
         Requires("fleet.spot.nodes", {"fleet.spot.trace": SET}, UNSET,
                  "The trace says which nodes there are: leave one of the two keys out."),
@@ -292,14 +291,14 @@ class FleetConfig(Section):
                  "least 1, or name a fleet.spot.trace.",
                  found="{fleet.spot.emulated_nodes}, with no other slot that rolls out"),
         Requires("rewards.*.device", _MOVES, other_than("learner"),
-                 "Its process cannot move with the learner: set cpu, spot or cuda, or leave it out."),
+                 "A reward's process cannot move with the learner: set cpu, spot or cuda, or leave it out."),
         Requires("checkpoint.every", _MOVES, 1,
-                 "The learner's state is saved after every iteration there: leave it out."),
+                 "On spot nodes it is saved after every iteration: leave it out."),
         Requires("learner.mode", _MOVES, "lora",
                  "All weights would be saved after every iteration: set learner.mode=lora, or leave "
                  "fleet.learner_placement out."),
         Requires("fleet.learner_grows_after_s", {"fleet.learner_ranks_min": UNSET}, _GROWS_AFTER_S,
-                 "Set that too, or leave it out: the number of ranks is fixed."),
+                 "The number of ranks is fixed: leave it out, or set fleet.learner_ranks_min."),
         Requires("fleet.learner_ranks_min", {"fleet.learner_placement": "reserved"}, UNSET,
                  "Set fleet.learner_placement=spot, or leave it out."),
         Requires("fleet.learner_ranks_min", {},
@@ -323,7 +322,7 @@ class FleetConfig(Section):
         Requires("fleet.answer_s", {"fleet.sequence_parallel.degrees": other_than((1,))},
                  That("at least {fleet.answer_s_min} with fleet.collective_s = {fleet.collective_s}",
                       lambda run: run.fleet.answer_s >= run.fleet.answer_s_min),
-                 "Raise it, or lower fleet.collective_s: who waits for a dead member would be given up too."),
+                 "Raise it, or lower fleet.collective_s: waiting for a dead member may take that long."),
         Requires("fleet.lease_s", {},
                  That(f"at least {_BEATS_MIN} heartbeats (fleet.heartbeat_s = {{fleet.heartbeat_s}})",
                       lambda run: run.fleet.lease_s >= _BEATS_MIN * run.fleet.heartbeat_s),

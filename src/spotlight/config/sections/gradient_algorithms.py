@@ -14,11 +14,11 @@ class GradientSection(AlgorithmSection):
     """Rollouts stop at a query, and the reward is differentiated at the clean prediction there."""
 
     query_steps: Annotated[int, Field(ge=2)] | None = None
-    """Denoising steps of a training rollout, the last of which goes from its level, the query, straight to
-    the clean picture; default: one less than ``rollout.steps``.
+    """Denoising steps of a training rollout; the last goes from its noise level, the query, straight to the
+    clean picture. Default: one less than ``rollout.steps``.
     """
     train_timesteps: Literal[1] = 1
-    """The query alone."""
+    """Only the query is trained."""
 
     learns_from_clean_samples: ClassVar[bool] = True
     needs_gradients: ClassVar[bool] = True
@@ -28,14 +28,14 @@ class GradientSection(AlgorithmSection):
 
     requires = (
         Requires("algorithm.query_steps", {}, at_most("rollout.steps"),
-                 "They are the first of the schedule's: lower it."),
-        *(Requires(key, {}, wanted, f"{why} with a reward's gradient: {remedy}.")
+                 "They are the first steps of the schedule: lower it."),
+        *(Requires(key, {}, wanted, f"With a reward's gradient {why}: {remedy}.")
           for key, wanted, why, remedy in (
-              ("fleet.driver", "inline", "Pictures are decoded where they are trained",
+              ("fleet.driver", "inline", "pictures are decoded where they are trained",
                "set fleet.driver=inline"),
-              ("exploration", UNSET, "Previews have other steps", "leave it out"),
-              ("rollout.frames", 1, "Only pictures are differentiated", "leave it out"),
-              ("pipeline.axis", "none", "Whole batches are trained", "leave it out"))),
+              ("exploration", UNSET, "previews would have other steps", "leave it out"),
+              ("rollout.frames", 1, "only pictures can be differentiated", "leave it out"),
+              ("pipeline.axis", "none", "whole batches are trained", "leave it out"))),
     )  # fmt: skip
 
 

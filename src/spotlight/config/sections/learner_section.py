@@ -28,7 +28,7 @@ class LoraConfig(Section):
     alpha: PositiveFloat = 64.0
     """Scale: the update is multiplied by alpha / rank."""
     targets: tuple[str, ...] | None = None
-    """Names of the linear layers to adapt: their ends, with ``*`` for any one part, e.g. ``to_q`` or
+    """Linear layers to adapt, by the ends of their names, with ``*`` for any one part, e.g. ``to_q`` or
     ``single_transformer_blocks.*.proj_out``; default: the family's attention and MLP layers.
     """
     init: Literal["uniform", "gaussian"] = "uniform"
@@ -86,49 +86,50 @@ class LearnerConfig(Section):
     """After warm-up, cosine decay of the learning rate to 0 at this iteration; default: constant."""
     schedule_samples: Annotated[PositiveInt | None, COURSE] = None
     """Schedules (warm-up and decay of the learning rate, the old policy's decay) advance by trained samples:
-    one iteration for so many. Default: by iteration and optimizer step, however few samples these train.
+    this many count as one iteration. Default: by iterations and optimizer steps, however few samples these
+    train.
     """
     max_grad_norm: Annotated[PositiveFloat, COURSE] = 1.0
     """Gradients are clipped to this norm."""
     updates_per_batch: PositiveInt = 1
-    """Optimizer steps per iteration; its samples are divided among them, so each is in exactly one."""
+    """Optimizer steps per iteration; its samples are divided among them, each in exactly one."""
     update_split: UpdateSplit = "groups"
     """How samples are divided among these steps. ``groups``: each step trains whole groups; ``shuffled``:
-    samples at random; ``every_group``: an equal part of each group. Advantages are over whole groups anyway.
+    samples at random; ``every_group``: an equal part of each group. Advantages are always over whole groups.
     """
     micro_batch_size: Annotated[PositiveInt, WORK] = 64
-    """Samples per forward/backward of one rank; limited by memory, gradients accumulate."""
+    """Samples per forward/backward of one rank; limited by memory. Gradients accumulate."""
     ema: EmaConfig | None = None
     """Maintain a moving average of the policy."""
     shard: Annotated[Literal["none", "node", "all"], WORK] = "node"
-    """With several ranks, who holds a part of the DiT each (FSDP2): ``node``, the ranks of a node, so that
-    only gradients cross the network; ``all`` ranks, for models that one node does not hold; ``none``: every
-    rank holds all of it, the fastest if it fits.
+    """How several ranks share the DiT (FSDP2). ``node``: among the ranks of each node, so that only gradients
+    cross the network; ``all``: among all ranks, for models too large for one node; ``none``: every rank
+    holds all of it, the fastest if it fits.
     """
     keep_gathered: Annotated[bool | Literal["auto"], WORK] = "auto"
-    """Of ranks that share the DiT and roll out with it (torchrun): gather its parameters once per lease, not
-    in every forward. ``auto``: where they fit into each GPU beside a denoising forward, as the first rollouts
-    measure it; never on CPUs.
+    """Where ranks share the DiT and roll out with it (torchrun), gather its parameters once per lease instead
+    of in every forward. ``auto``: if they fit into each GPU beside a denoising forward, which the first
+    rollouts measure; never on CPUs.
     """
     recompute: Annotated[
         Literal["none", "elementwise", "blocks", "auto"] | Annotated[int, Field(ge=2)], WORK
     ] = "none"
-    """What the backward pass computes again instead of keeping it. ``elementwise``: all but matrix products
-    and attention, about half the memory for little time; ``blocks``: everything, the least memory for about a
+    """What the backward pass recomputes instead of keeping. ``elementwise``: all but matrix products and
+    attention, about half the memory for little time; ``blocks``: everything, the least memory for about a
     third more time; a number n: all of every n-th block, nothing of the others; ``auto``: as little as fits
-    into memory, measured the first time a shape occurs. Gradients are equal. A pass of ``auto`` that runs out
-    of memory all the same is repeated with more recomputation by one rank; it ends several, which wait for
-    each other within it: leave them more room with ``pass_memory_gib``.
+    into memory, measured the first time a shape occurs. Gradients are equal. If a pass of ``auto`` still runs
+    out of memory, a single rank repeats it with more recomputation. Several ranks end, since they wait for
+    each other within a pass: leave them more room with ``pass_memory_gib``.
     """
     timesteps_per_pass: Annotated[PositiveInt | Literal["auto"], WORK] = 1
     """Maximum number of training timesteps of a micro-batch per forward and backward. Activations grow in
     proportion; sharded weights are gathered once for all of them. ``auto``: as many as fit into memory,
-    measured the first time a shape occurs; fewer where a pass of one rank runs out of memory, which ends
-    several.
+    measured the first time a shape occurs. If a pass runs out of memory, a single rank takes fewer; several
+    ranks end.
     """
     pass_memory_gib: Annotated[PositiveFloat | None, WORK] = None
-    """With ``timesteps_per_pass: auto`` or ``recompute: auto``, memory that a pass may use; default: what is
-    free.
+    """With ``timesteps_per_pass: auto`` or ``recompute: auto``, memory that a pass may use; default: all
+    that is free.
     """
     autocast: Literal["none", "bfloat16"] = "none"
     """Precision of the DiT's matrix products; sampler maths and losses stay float32. With ``model.dtype:
@@ -175,8 +176,8 @@ class LearnerConfig(Section):
         Requires("learner.update_split", {"learner.updates_per_batch": 1}, "groups",
                  "One update trains all samples: leave one of the two keys out."),
         Requires("learner.update_split", {"pipeline.axis": other_than("none")}, "groups",
-                 "Which samples an update trains is known only when all are there: leave one of the two keys "
-                 "out."),
+                 "Which samples an update trains is known only once all are complete: leave one of the two "
+                 "keys out."),
         Requires("learner.update_split",
                  That("with algorithm.name={algorithm.name}, whose loss compares the samples of a group",
                       lambda run: run.algorithm.compares_groups), "groups",
@@ -200,7 +201,7 @@ class LearnerConfig(Section):
                    "Only ranks that share the model and roll out themselves gather it. Leave it out.")
           for where in ({"learner.shard": "none"}, {"fleet.driver": "ray"})),
         Requires("model.compile", {"learner.recompute": ("elementwise", "auto")}, "none",
-                 "Compiled code hides its products: set learner.recompute=blocks, or leave model.compile "
+                 "Compiled code hides matrix products: set learner.recompute=blocks, or leave model.compile "
                  "out."),
         Requires("learner.pass_memory_gib",
                  {"learner.timesteps_per_pass": other_than("auto"), "learner.recompute": other_than("auto")},
@@ -233,7 +234,7 @@ def batch_problems(run: RunConfig, ranks: int) -> Iterator[Problem]:
         yield Problem(
             run.trained_per_prompt_key, str(group),
             f"samples of an update ({update_samples}) divisible by the {ranks} ranks",
-            f"Take {divisors_near(update_samples, ranks)} ranks (--ranks; on Ray fleet.learner_ranks), "
+            f"Use {divisors_near(update_samples, ranks)} ranks (--ranks; on Ray fleet.learner_ranks), "
             f"or {run.trained_per_prompt_key}={-(-group // ranks) * ranks}.",
         )  # fmt: skip
         return

@@ -38,61 +38,60 @@ class ModelConfig(Section):
     family: Annotated[str, AfterValidator(FAMILIES.known()), STATE] = "qwen-image"
     """Model family: prompt template, guidance, schedule, decoding and LoRA targets of its pipeline."""
     path: Annotated[str, STATE] = "testbed"
-    """Directory or hub id of a diffusers pipeline; built in are ``testbed``, a tiny Qwen-Image of
-    shapes, ``testbed-text``, one that writes, and ``testbed-video``, a tiny Wan. On a cluster, nodes that
-    lack a hub id's files get them from nodes that have them.
+    """Directory or hub id of a diffusers pipeline. Built in: ``testbed``, a tiny Qwen-Image that draws
+    shapes, ``testbed-text``, one that writes, and ``testbed-video``, a tiny Wan. On a cluster, nodes without
+    the files of a hub id get them from nodes that have them.
     """
     revision: Annotated[str | None, STATE] = None
     """Branch, tag or commit if ``path`` is a hub id."""
     transformer: Annotated[str | None, STATE] = None
     """A fine-tuned transformer to start from, in place of the pipeline's: a directory or file of safetensors,
-    with the names of diffusers' class.
+    whose tensors have the names of diffusers' class.
     """
     lora: Annotated[str | None, STATE] = None
-    """A LoRA to go on from, as policy and as reference: a file, a directory (of peft, too) or a hub id. Only
-    with ``learner.mode: lora``, of the same rank and targets; its update is kept under any alpha. Built in is
-    ``testbed-four-steps`` (rank 8), by which ``testbed`` draws in four steps.
+    """A LoRA to start from, as policy and as reference: a file, a directory (peft's, too) or a hub id. Only
+    with ``learner.mode: lora``, of the same rank and targets; its update is the same under any alpha. Built
+    in: ``testbed-four-steps`` (rank 8), with which ``testbed`` draws in four steps.
     """
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Storage dtype of the frozen weights. Adapters and optimizer state are always float32."""
     tf32: Literal["none", "convolutions", "all"] = "convolutions"
-    """On NVIDIA GPUs, what of float32 is computed with TF32's 10-bit mantissas: convolutions (those of
-    VAEs), or matrix products, too. ``none`` is exact and slower. bfloat16 is not concerned, nor are rewards.
+    """What NVIDIA GPUs compute with TF32's 10-bit mantissas where types are float32: convolutions (those of
+    VAEs), or ``all``: matrix products, too. ``none`` is exact and slower. Rewards are not affected.
     """
     attention: Attention | None = None
     """Attention kernels; ``spotlight doctor`` lists those of this machine. Default: torch chooses. The flash
-    kernels take no mask, which prompts of unequal length in a batch need; those with ``varlen`` do where the
+    kernels take no mask, which prompts of unequal length in a batch need; the ``varlen`` ones do if the
     model's padding comes last (not in Qwen-Image).
     """
     kernels: Literal["fused", "reference"] | None = None
     """What runs between matrix products: ``fused`` operators, or diffusers' slower ones (``reference``).
     Results differ by rounding. Default: fused on NVIDIA GPUs, except with ``learner.mode: full`` and with
-    ``model.compile``. Blocks that have none, or whose outputs differ from diffusers' on this GPU, keep the
-    others, as the log says.
+    ``model.compile``. Blocks without fused operators, or whose outputs differ from diffusers' on this GPU,
+    keep diffusers' own; the log names them.
     """
     quantize: Annotated[Literal["none", "int8", "nf4"], STATE] = "none"
-    """In how many bits the linear layers of the frozen base's blocks are held while adapters are trained: as
-    ``model.dtype`` says, in 8 (a scale for each output; errors below 1 % of the weights) or in 4 (NF4; 9 %).
-    Rollouts and updates use the same weights; a merged export adds the adapter to those of the files.
+    """How the linear layers of the frozen base's blocks are held while adapters are trained: as
+    ``model.dtype`` says, in 8 bits (a scale for each output; errors below 1 % of the weights) or in 4 (NF4;
+    9 %). Rollouts and updates use the same weights; a merged export adds the adapter to those of the files.
     """
     compile: Literal["none", "regional"] = "none"
     """``regional``: compile the transformer's repeated blocks (torch.compile); faster after the half minute
-    or more that the first forwards take. Results change by rounding, and differ with gradient from those
-    without: not for algorithms that compare such log-probs.
+    or more that the first forwards take. Results change by rounding, differently with and without gradient:
+    not for algorithms that compare log-probs of both.
     """
     cuda_graphs: Annotated[bool, WORK] = False
-    """Capture each kind of forward without gradient (slot, batch size, text length) as a CUDA graph, when it
-    comes the second time: faster where small batches wait for the host. LoRA on bfloat16 weights; not for
+    """Capture each kind of forward without gradient (slot, batch size, text length) as a CUDA graph, the
+    second time it occurs: faster where small batches wait for the host. LoRA on bfloat16 weights; not for
     Qwen-Image-2.1 and HunyuanVideo 1.5.
     """
     text_encoder: Literal["device", "cpu"] = "device"
-    """Where prompts are embedded before the model is read: on the device of the run, or on the CPU, which may
-    take a minute for a prompt. Embeddings stay in the disk cache, of which a copy from another machine serves
-    as well.
+    """Where prompts are embedded before the model is read: on the run's device, or on the CPU, which may take
+    a minute per prompt. Embeddings stay in the disk cache, which may be copied from another machine.
     """
     max_text_tokens: Annotated[int, Field(ge=1, le=1024)] = 512
     """Longer prompts are truncated as in the pipeline, or refused if it truncates none. Models that see the
-    padding (FLUX.1, SD3.5) draw other pictures with another limit.
+    padding (FLUX.1, SD3.5) draw different pictures with a different limit.
     """
 
     requires = (
@@ -121,7 +120,7 @@ class ModelConfig(Section):
                  That("with algorithm.name={algorithm.name}, whose ratios compare forwards with and without "
                       "gradient", _compares_passes), "none",
                  "Compiled, these are two graphs, which differ by more than clip ranges: leave it out. Fused "
-                 "operators (model.kernels) are equal in both."),
+                 "operators (model.kernels) give the same results in both."),
         *(Requires("model.kernels", where, (None, "reference"), f"{why}: leave it out.")
           for where, why in (
               ({"model.compile": "regional"}, "Compiled blocks are fused by the compiler"),
@@ -158,13 +157,13 @@ class DataConfig(Section):
     test: str = "testbed"
     """File of held-out prompts for evaluation, in the same formats."""
     prompt_column: Annotated[str, Field(min_length=1)] = "prompt"
-    """Column or key that holds the texts, in ``train`` and ``test``; with another, one named ``prompt`` is
-    left out, and the others are metadata. Not for .txt files, folders of pictures and the built-in prompts.
+    """Column or key that holds the prompts, in ``train`` and ``test``; the others are metadata, except for
+    ``prompt`` if another is named. Not for .txt files, folders of pictures and the built-in prompts.
     """
     reference_column: Annotated[str, Field(min_length=1)] | None = None
-    """Column or key of the pictures that prompts are about, in ``train`` and ``test``: paths (Flow-Factory's
+    """Column or key of the pictures that prompts refer to, in ``train`` and ``test``: paths (Flow-Factory's
     ``image`` and ``images``), UniRL's ``media``, or pictures in a data set, which are kept in ``cache_dir``
-    by their digest. None: only ``references``, a list of paths.
+    by their digest. Default: only ``references``, a list of paths.
     """
     tags: tuple[str, ...] = ()
     """Keep only prompts with one of these metadata tags; empty: all."""

@@ -27,8 +27,8 @@ class FlowDPPOConfig(BatchStartSection):
     name: Literal["flow-dppo"] = "flow-dppo"
     """Selects this algorithm."""
     divergence_max: PositiveFloat = 1e-5
-    """A step whose policy is further from the one before the batch is not pushed further: KL divergence of
-    its kick, a mean over the latent.
+    """A step is not pushed further from the policy before the batch than this KL divergence of the step's
+    distributions, a mean over the latent.
     """
 
 
@@ -47,8 +47,8 @@ class VGRPOConfig(ForwardProcessSection):
     clip_range: Annotated[float, Field(gt=0, lt=1)] = 1e-2
     """Ratio clip."""
     soft_clip: PositiveFloat | None = None
-    """Advantages become ``soft_clip * tanh(A / soft_clip)``; 3 to 5 with one update per batch. Default: they
-    stay.
+    """Advantages become ``soft_clip * tanh(A / soft_clip)``; 3 to 5 with one update per batch. Default: no
+    soft clip.
     """
     train_timesteps: PositiveInt = 4
     """Noise levels per sample, whose mean is the log-prob."""
@@ -61,9 +61,9 @@ class VGRPOConfig(ForwardProcessSection):
     requires = (
         Requires("learner.timesteps_per_pass", {"learner.updates_per_batch": more_than(1)},
                  That("at least algorithm.train_timesteps = {algorithm.train_timesteps}", _together),
-                 "A ratio is of the mean over a sample's noise levels, so they are evaluated together: set "
-                 "{algorithm.train_timesteps} (and a smaller learner.micro_batch_size), or one update per "
-                 "batch."),
+                 "A ratio compares means over a sample's noise levels, which are evaluated together: set "
+                 "{algorithm.train_timesteps} (and a smaller learner.micro_batch_size), or "
+                 "learner.updates_per_batch=1."),
     )  # fmt: skip
 
 
@@ -97,7 +97,7 @@ class DGPOConfig(PreferenceSection):
     noise_levels: NoiseLevels = "steps"
     """Their distribution; see ``diffusion-nft``."""
     noisiest_steps: PositiveInt | None = None
-    """With ``noise_levels: steps``: of the schedule's first so many levels; default: of all."""
+    """With ``noise_levels: steps``: draw from this many of the schedule's first levels; default: from all."""
     old_policy: OldPolicyConfig = OldPolicyConfig(cap=0.3)
     """How fast the old policy, which makes the rollouts, follows."""
 
@@ -128,12 +128,12 @@ class DiffusionDPOConfig(PreferenceSection):
     """Sharpness of the preference."""
     stored: bool = False
     """Train on pairs of pictures of ``data.train``, the preferred one first (``pictures``, or Pick-a-Pic's
-    columns), in place of rollouts.
+    columns), instead of rollouts.
     """
     pairs: Literal["extremes", "ranks"] = "extremes"
     """``extremes``: each group's best with its worst sample; ``ranks``: also the second best with the second
-    worst, and so on. Pairs of equal advantage teach nothing, nor do samples in no pair: with ``extremes``,
-    set ``algorithm.train_samples: 2``, which trains the same pairs in 2 of K of the time.
+    worst, and so on. Pairs of equal advantage and samples without a pair teach nothing: with ``extremes``,
+    set ``algorithm.train_samples: 2``, which trains the same pairs in 2/K of the time, for K samples.
     """
     train_timesteps: PositiveInt = 1
     """Noise levels trained per pair."""
@@ -164,13 +164,13 @@ class RVMConfig(ForwardProcessSection):
     reward_scale: PositiveFloat = 0.1
     """Factor of the advantage."""
     anchor: Literal["reference", "old"] = "reference"
-    """What velocities are held to: the initial model, or a moving average of the policy, which makes the
-    rollouts then.
+    """What velocities are held to: the initial model, or a moving average of the policy, which then makes
+    the rollouts.
     """
     anchor_weight: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the distance to the anchor; above 0 costs one more forward per timestep."""
     anchor_rule: Literal["constant", "complement"] = "constant"
-    """``complement``: that weight less the scaled advantage, as in DiffusionNFT."""
+    """``complement``: the anchor's weight minus the scaled advantage, as in DiffusionNFT."""
     normalise: bool = False
     """Divide by the mean absolute error, as DiffusionNFT does, so that noise levels count equally."""
     old_policy: OldPolicyConfig = OldPolicyConfig()
@@ -210,6 +210,6 @@ class RAMConfig(RVMConfig):
     reward_scale: PositiveFloat = 100.0
     """Factor of the advantage; 1,000 for preferences. The larger, the weaker the anchor."""
     anchor: Literal["reference"] = "reference"
-    """What velocities are held to; for a moving average take ``rvm``."""
+    """What velocities are held to; for a moving average use ``rvm``."""
     anchor_weight: Annotated[float, Field(ge=0)] = 1.0
     """Weight of the distance to the anchor."""

@@ -21,7 +21,7 @@ class CheckpointConfig(Section):
     keep: PositiveInt = 2
     """Checkpoints to keep; an older one is used if the newest is damaged."""
     best: bool = True
-    """Beside them, keep the one with the best validation (``strict`` if there is that, else ``graded``)."""
+    """Also keep the checkpoint with the best validation (``strict`` if there is one, else ``graded``)."""
 
 
 class WandbConfig(Section):
@@ -43,7 +43,7 @@ class MetricsConfig(Section):
     sinks: Annotated[dict[Annotated[str, AfterValidator(_OTHERS)], dict[str, Any]], WORK] = {}  # noqa: RUF012 - pydantic copies
     """Further trackers by registered name, each with its options (``trackio: {project: spotlight}``)."""
     training_pictures_every: Annotated[int, Field(ge=0), WORK] = 10
-    """Iterations between those whose training groups leave pictures, the best and worst of four; 0: none."""
+    """Iterations between those that keep training pictures, the best and worst of four groups; 0: none."""
 
     @property
     def chosen(self) -> dict[str, dict[str, Any]]:

@@ -25,7 +25,7 @@ def slices_require(train_samples: str) -> tuple[Requires[Any], ...]:
     """What slices of groups require of a run or of a simulated one, which has the key ``train_samples``."""
     return (
         Requires("pipeline.baseline", {**_SLICES, train_samples: SET}, "group",
-                 "Which samples are trained is known only when the whole group is scored: set "
+                 "Which samples are trained is known only once the whole group is scored: set "
                  "pipeline.axis=prompt and leave the baseline out, or train all samples."),
         Requires("pipeline.slice_size", {**_SLICES, "pipeline.baseline": "slice"}, at_least(_SLICE_MIN),
                  "A sample of the first slice is compared with the mean and spread of the others in it: "
@@ -36,7 +36,7 @@ def slices_require(train_samples: str) -> tuple[Requires[Any], ...]:
 
 
 class PipelineConfig(Section):
-    """What of generation and training may overlap; nothing by default. Each switch works alone."""
+    """Which parts of generation and training may overlap; none by default. Each switch works alone."""
 
     axis: Literal["none", "prompt", "generation"] = "none"
     """Accumulate gradients while the rest is generated: of whole groups as they complete (``prompt``), or of
@@ -53,7 +53,7 @@ class PipelineConfig(Section):
     finish earlier. They hold both models (``fleet.driver: ray``).
     """
     switch_s: Annotated[float, Field(ge=0), WORK] = 0.0
-    """Profiled seconds for switching them from training to rollouts, or back."""
+    """Profiled seconds for switching the learner's GPUs from training to rollouts, or back."""
     next_share: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the next iteration's groups that may be generated before this one is trained, one policy
     version stale; their seeds are not explored (``fleet.driver: ray``).
@@ -71,12 +71,12 @@ class PipelineConfig(Section):
 
     requires = (
         Requires("algorithm.advantage.std", _PARTS, "group",
-                 "The spread of the whole batch is known only when all of it is there: set "
+                 "The spread of the whole batch is known only once it is complete: set "
                  "algorithm.advantage.std=group, or pipeline.axis=none."),
         Requires("learner.micro_batch_size", _PARTS,
                  That("less than the {rank_samples} samples that a rank trains in an update",
                       lambda run: run.learner.micro_batch_size < run.rank_samples),
-                 "What is trained at once must be there at once, and this is all: lower it, or set "
+                 "A micro-batch of all samples has to wait for all of them: lower it, or set "
                  "pipeline.axis=none."),
         Requires("pipeline.slice_size", _SLICES, less_than("rollout.group_size"),
                  "A slice is a part of a group: lower it, or set pipeline.axis=prompt for whole groups."),
@@ -84,17 +84,17 @@ class PipelineConfig(Section):
                  "Only slices of groups need another baseline: set pipeline.axis=generation, or leave it "
                  "out."),
         Requires("algorithm.silent_groups", _EARLY_SLICES, "train",
-                 "Whether a group is silent is known only when all of it is scored, and its slices are "
+                 "Whether a group is silent is known only once all of it is scored, but its slices are "
                  "trained before: set pipeline.baseline=group, or leave it out."),
         *slices_require("algorithm.train_samples"),
         Requires("pipeline.trainers_generate", _INLINE, False,
                  "One process trains and denoises in turn already: set fleet.driver=ray, or leave it out."),
         *(Requires("learner.pass_memory_gib", {"pipeline.trainers_generate": True, key: "auto"}, SET,
-                   "A worker has memory of the same GPU, and later more than when a pass is measured: set "
-                   f"what passes may take, or {key} to another value.")
+                   "A worker uses memory of the same GPU, later more than when a pass is measured: set what "
+                   f"a pass may use, or {key} to another value.")
           for key in ("learner.timesteps_per_pass", "learner.recompute")),
         Requires("pipeline.switch_s", {"pipeline.trainers_generate": False}, 0,
-                 "Nobody switches: set pipeline.trainers_generate=true, or leave it out."),
+                 "Nothing switches: set pipeline.trainers_generate=true, or leave it out."),
         Requires("pipeline.next_share", _INLINE, 0,
                  "One process trains and denoises in turn, so nothing idles meanwhile: set fleet.driver=ray, "
                  "or leave it out."),
@@ -105,19 +105,19 @@ class PipelineConfig(Section):
         Requires("pipeline.next_share", {},
                  That("at least one group of {rollout.prompts_per_iteration}", lambda run:
                       not 0 < run.pipeline.next_share * run.rollout.prompts_per_iteration < 1 - 1e-9),
-                 "This is no whole group: raise it, or set 0."),
+                 "This is less than one group: raise it, or set 0."),
         Requires("pipeline.next_share", {"exploration.where": "critical_path"}, 0,
                  "Seeds that are explored first cannot be rolled out early: set exploration.where=idle, or "
                  "leave one of the two out."),
         Requires("pipeline.next_share", {"exploration.where": "idle"}, less_than(1),
-                 "Groups that start early keep seeds that nobody explored, and these would be all: lower it, "
-                 "or leave exploration out."),
+                 "Groups that start early are not explored, and these would be all: lower it, or leave "
+                 "exploration out."),
         Requires("pipeline.next_share",
                  That("with algorithm.name={algorithm.name}, whose ratio is to the policy that starts a "
                       "batch", lambda run: not isinstance(run.algorithm, FlowGRPOConfig)
                       and (run.algorithm.recomputes_log_probs
                            or not run.algorithm.learns_from_clean_samples)),
-                 0, "Others than that policy make stale samples: take flow-grpo with "
+                 0, "Another policy makes the stale samples: take flow-grpo with "
                  "algorithm.old_log_probs=rollout, set algorithm.old_log_probs=stop_gradient (awm), or leave "
                  "it out."),
         Requires("algorithm.old_log_probs",

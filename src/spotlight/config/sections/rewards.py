@@ -19,7 +19,7 @@ class RewardPolicyConfig(Section):
     max_drop_share: Annotated[float, Field(ge=0, le=1), WORK] = 0.25
     """With ``drop``: stop the run if more than this share of an iteration is dropped."""
     workers: Annotated[PositiveInt | None, WORK] = None
-    """Processes per reward that names no ``replicas``; default: 1, or what the reward declares (``ocr-onnx``:
+    """Processes per reward without ``replicas``; default: 1, or what the reward declares (``ocr-onnx``:
     one per two cores).
     """
     start_deadline_s: Annotated[float, Field(gt=0, le=86400), WORK] = 120.0
@@ -27,18 +27,18 @@ class RewardPolicyConfig(Section):
 
     requires = (
         Requires("rewards.*.device", {"fleet.driver": "inline"}, other_than("spot"),
-                 "One process, which has no spot nodes: set device: cpu, or fleet.driver=ray."),
+                 "A single process has no spot nodes: set device: cpu, or fleet.driver=ray."),
         Requires("rewards.*.device", {"rewards.*.name": "vote"},
                  other_than("spot", "cuda", "learner"),
                  "It needs the run directory, so its process runs beside the command that trains: leave the "
                  "device out."),
         Requires("rewards.*.device", {"fleet.driver": "ray", "fleet.address": UNSET}, other_than("cuda"),
-                 "Nodes of a cluster on this machine have CPU slots: set device: cpu, or name a cluster in "
+                 "A cluster on this machine has only CPU slots: set device: cpu, or name a cluster in "
                  "fleet.address."),
         Requires("rewards", {},
                  That("each name once", lambda run: len({reward.curve for reward in run.rewards})
-                      == len(run.rewards)), "Add the weights, or give a label."),
+                      == len(run.rewards)), "Add up their weights in one, or give one a label."),
         Requires("rewards", {},
-                 That("at least one weight other than 0",
-                      lambda run: any(reward.weight for reward in run.rewards)), "Nothing would be learnt."),
+                 That("at least one weight other than 0", lambda run: any(one.weight for one in run.rewards)),
+                 "Nothing would be learnt: set one."),
     )  # fmt: skip

@@ -19,7 +19,7 @@ class SdeWindowConfig(Section):
     """Which denoising steps are stochastic, and hence trainable by policy-gradient algorithms."""
 
     kind: Literal["all", "random", "sliding"] = "all"
-    """``all`` but the last step; ``random``: one window per rollout; ``sliding``: MixGRPO's, by iteration."""
+    """``all``: but the last step; ``random``: a window per rollout; ``sliding``: MixGRPO's, by iteration."""
     size: PositiveInt = 3
     """Steps in the window (``random``, ``sliding``)."""
     low: Annotated[int, Field(ge=0)] = 0
@@ -29,9 +29,9 @@ class SdeWindowConfig(Section):
     every: PositiveInt = 25
     """Iterations per window position (``sliding``)."""
     decay: Annotated[float, Field(ge=0)] = 0.0
-    """Shortens the clean half: ``every * exp(-decay * max(position - steps / 2, 0))`` (``sliding``)."""
+    """Fewer in the clean half: ``every * exp(-decay * max(position - steps / 2, 0))`` (``sliding``)."""
     per: Literal["rollout", "iteration"] = "rollout"
-    """Which rollouts share a window: none, or all of an iteration (``random``)."""
+    """Whether each rollout has its own window, or all of an iteration share one (``random``)."""
 
 
 _WINDOW = {"rollout.sampler": other_than("ode"), "rollout.sde_window.kind": other_than("all")}
@@ -61,15 +61,15 @@ class RolloutConfig(Section):
     sde_window: Annotated[SdeWindowConfig, COURSE] = SdeWindowConfig()
     """Where the sampler is stochastic. Unused by ode."""
     initial_noise: Literal["sample", "group"] = "sample"
-    """Whose own the noise is that denoising starts from. The samples of a ``group`` that share it differ by
-    the noise of their steps alone.
+    """Whether each sample starts from noise of its own, or all samples of a ``group`` from the same. These
+    then differ only by the noise of their steps.
     """
     true_cfg_scale: Annotated[float, Field(ge=1), COURSE] = 1.0
     """Classifier-free guidance with a negative prompt; above 1, every step costs two forwards."""
     embedded_guidance: Annotated[float, Field(ge=0)] | None = None
     """Guidance that the model takes as an input (FLUX.1-dev, HunyuanVideo); default: the family's usual."""
     negative_prompt: str = " "
-    """The negative prompt of guidance, for all prompts."""
+    """Negative prompt of guidance, the same for all prompts."""
     prompts_per_iteration: Annotated[PositiveInt, COURSE] = 12
     """Groups per iteration."""
     group_size: Annotated[int, Field(ge=2), COURSE] = 16
@@ -107,7 +107,7 @@ class RolloutConfig(Section):
         Requires("rollout.initial_noise", {"rollout.sampler": "ode"}, "sample",
                  "All samples of a group would be equal: leave it out, or set a stochastic sampler."),
         Requires("rollout.initial_noise", {"exploration": SET}, "sample",
-                 "What is explored is the noise that samples start from: leave one of the two out."),
+                 "Exploration chooses the noise that samples start from: leave one of the two out."),
         Requires("rollout.sampler",
                  That("with algorithm.name={algorithm.name}, which learns from clean samples",
                       lambda run: run.algorithm.learns_from_clean_samples), "ode",

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from spotlight.config.schema import RunConfig
 
 EMULATED = "emulated"
-_PROVIDERS = "Set it to who adds and drops this cluster's spot nodes, or leave it out."
 
 
 def _has_goal(run: RunConfig) -> bool:
@@ -49,24 +48,24 @@ def _misfits(run: RunConfig) -> Iterator[Problem]:
 
 
 class TargetConfig(Section):
-    """A deadline and a budget, held by the number of spot nodes (docs/howto/hold-a-deadline.md)."""
+    """A deadline and a budget, held by adding and dropping spot nodes (docs/howto/hold-a-deadline.md)."""
 
     deadline_h: PositiveFloat | None = None
-    """Hours from the start of the run's first attempt to its end, time between attempts included."""
+    """Hours from the start of the run's first attempt to its end, including time between attempts."""
     budget_usd: PositiveFloat | None = None
-    """Dollars of the whole run, as the ledger counts them. What does not fit is said; nothing is stopped."""
+    """Dollars for the whole run, as the ledger counts them. A run that needs more says so, but goes on."""
     nodes_min: Annotated[int, Field(ge=0)] = 1
     """Fewest spot nodes asked for."""
     nodes_max: PositiveInt = 16
     """Most spot nodes asked for."""
     node_s: PositiveFloat = 300.0
-    """Seconds that a new node is assumed to take until it works, before one has been measured."""
+    """Seconds that a new node is assumed to need until it works, until one has been measured."""
     report_s: PositiveFloat = 3600.0
-    """Seconds between two messages of what the rest will take and cost; decisions are said at once."""
+    """Seconds between messages on the time and cost still to come; decisions are reported at once."""
     retry_s: PositiveFloat = 60.0
     """Seconds until a provider that failed is asked again."""
     provider: Annotated[str, AfterValidator(NODE_PROVIDERS.known("auto"))] = "auto"
-    """Who adds and drops nodes; ``auto``: the cluster that is emulated on this machine."""
+    """What adds and drops nodes; ``auto``: the cluster that is emulated on this machine."""
     params: Mapping[str, Any] = {}
     """The provider's own settings."""
 
@@ -94,7 +93,7 @@ class TargetConfig(Section):
                  "Only a cluster has spot nodes to add: set fleet.driver=ray, or leave fleet.target out.",
                  found="a goal"),
         Requires("fleet.target.nodes_min", {}, at_most("fleet.target.nodes_max"),
-                 "Lower it, or raise that."),
+                 "Lower it, or raise fleet.target.nodes_max."),
         Requires("fleet.target.nodes_min", That("with a goal", lambda run: _has_goal(run)
                       and run.fleet.learner_placement != "spot_then_on_demand"),
                  That("room for the learner and a slot that rolls out",
@@ -102,9 +101,10 @@ class TargetConfig(Section):
                  lambda run: f"Set at least {_nodes_needed(run)}."),
         Requires("fleet.target.provider",
                  That("with a cluster on this machine", lambda run: _has_goal(run) and not run.fleet.address),
-                 ("auto", EMULATED), _PROVIDERS),
+                 ("auto", EMULATED), "Its spot nodes are emulated: leave it out."),
         Requires("fleet.target.provider",
                  That("with fleet.address", lambda run: _has_goal(run) and bool(run.fleet.address)),
-                 other_than("auto", EMULATED), _PROVIDERS),
+                 other_than("auto", EMULATED),
+                 "Set it to the provider of this cluster's spot nodes, or leave fleet.target out."),
         Computed("fleet.target.params", "the settings of fleet.target.provider", _misfits),
     )  # fmt: skip

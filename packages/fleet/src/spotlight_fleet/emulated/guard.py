@@ -21,6 +21,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 MARK = "SPOTLIGHT_LOCAL_RAY"
+_PREFIX = f"{MARK}=".encode()
 _PROC = Path("/proc")
 _LOOK_AGAIN_S = 1.0
 _SETTLE_S = 0.02
@@ -40,7 +41,7 @@ def is_alive(cluster: str) -> bool:
 
 def marked(mark: str) -> set[int]:
     """Processes that carry ``mark`` (``CLUSTER/N``: a node; ``CLUSTER/``: all), and their descendants."""
-    wanted = f"{MARK}={mark}".encode()
+    wanted = mark.encode()
     exact = not mark.endswith("/")
     found, parents = set(), {}
     for pid in _pids():
@@ -48,10 +49,8 @@ def marked(mark: str) -> set[int]:
         if not fields or fields[0] == "Z":
             continue
         parents[pid] = int(fields[1])
-        with contextlib.suppress(OSError):
-            for entry in (_PROC / str(pid) / "environ").read_bytes().split(b"\0"):
-                if entry == wanted or (not exact and entry.startswith(wanted)):
-                    found.add(pid)
+        if any(each == wanted or (not exact and each.startswith(wanted)) for each in _marks(pid)):
+            found.add(pid)
     grown = True
     while grown:
         young = {pid for pid, parent in parents.items() if parent in found and pid not in found}
@@ -62,14 +61,8 @@ def marked(mark: str) -> set[int]:
 
 def clusters() -> set[str]:
     """Clusters (PID.START.K) of this user's living marked processes."""
-    prefix = f"{MARK}=".encode()
-    found = set()
-    for pid in _pids():
-        with contextlib.suppress(OSError):
-            for entry in (_PROC / str(pid) / "environ").read_bytes().split(b"\0"):
-                if entry.startswith(prefix):
-                    found.add(entry.removeprefix(prefix).decode(errors="replace").partition("/")[0])
-    return found
+    marks = (mark for pid in _pids() for mark in _marks(pid))
+    return {mark.decode(errors="replace").partition("/")[0] for mark in marks}
 
 
 def end(mark: str, timeout_s: float = 5.0) -> set[int]:
@@ -103,6 +96,15 @@ def sweep(base: Path) -> int:
 
 def _pids() -> Iterable[int]:
     return (int(entry.name) for entry in _PROC.iterdir() if entry.name.isdecimal())
+
+
+def _marks(pid: int) -> list[bytes]:
+    """What a process's environment has after ``MARK=``; none: it is gone, or another user's."""
+    try:
+        entries = (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return []
+    return [entry.removeprefix(_PREFIX) for entry in entries if entry.startswith(_PREFIX)]
 
 
 def _stat(pid: int) -> list[str]:

@@ -37,12 +37,10 @@ from spotlight_rewards.base.errors import ConfigError, Problem
 
 log = logging.getLogger("spotlight.fleet.emulated.local_cluster")
 
-_STORE_BYTES = 80 << 20
-"""Ray's minimum is 75 MiB. Values travel in messages and the blob store, hardly through Ray's object store.
-"""
 _SOCKET_PATH_MAX = 107
 _SOCKET_BELOW = len("/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store.9999")
 _LOG_LINES, _LOG_COLUMNS = 10, 300
+_FIRST = "reserved-0"
 _made = itertools.count()
 _SYSTEM = {
     "health_check_initial_delay_ms": 0,
@@ -186,7 +184,7 @@ class LocalCluster:
 
 
 @contextmanager
-def local_cluster(slots: int, name: str = "reserved-0") -> Iterator[LocalCluster]:
+def local_cluster(slots: int) -> Iterator[LocalCluster]:
     """A local Ray with one reserved node of ``slots`` CPU slots, ended with the block.
 
     Join it with :func:`spotlight_fleet.connection.connected`. Remains of earlier runs are ended
@@ -209,7 +207,7 @@ def local_cluster(slots: int, name: str = "reserved-0") -> Iterator[LocalCluster
     prepare_environment()
     try:
         with guarded(id, directory):
-            cluster = _first(id, directory, name, slots)
+            cluster = _first(id, directory, slots)
             try:
                 yield cluster
             finally:
@@ -219,8 +217,8 @@ def local_cluster(slots: int, name: str = "reserved-0") -> Iterator[LocalCluster
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _first(id: str, directory: Path, name: str, slots: int) -> LocalCluster:
-    request = _request(name, "reserved", slots, f"{id}/0", SLOT, _SYSTEM)
+def _first(id: str, directory: Path, slots: int) -> LocalCluster:
+    request = _request(_FIRST, "reserved", slots, f"{id}/0", SLOT, _SYSTEM)
     try:
         head = start_head(request, directory)
     except raised_by_ray() as error:
@@ -230,14 +228,14 @@ def _first(id: str, directory: Path, name: str, slots: int) -> LocalCluster:
             f"It may be a port taken in between: try again. Its last words:\n{_last_words(logs)}",
         )  # fmt: skip
         raise ConfigError("a local Ray", [problem]) from error
-    return LocalCluster(id, directory, LocalNode(name, "reserved", slots, head.id), head)
+    return LocalCluster(id, directory, LocalNode(_FIRST, "reserved", slots, head.id), head)
 
 
 def _request(
     name: str, kind: str, slots: int, mark: str, slot: str, system_config: dict[str, int] | None = None
 ) -> NodeRequest:
     resources = {KIND_RESOURCES[kind]: 1.0} | ({slot: float(slots)} if slots else {})
-    return NodeRequest(name, resources, {}, {guard.MARK: mark}, _STORE_BYTES, system_config or {})
+    return NodeRequest(name, resources, {guard.MARK: mark}, system_config or {})
 
 
 def _base_directory() -> Path:

@@ -31,6 +31,9 @@ _QUIET = {
     "SPT_NOENV": "1",  # keep Ray's process renaming from overwriting the environment and our mark in it
 }
 _LOOPBACK = "127.0.0.1"
+_STORE_BYTES = 80 << 20
+"""Ray's minimum is 75 MiB. Values travel in messages and the blob store, hardly through Ray's object store.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +47,7 @@ class NodeRequest:
 
     name: str
     resources: Mapping[str, float]
-    labels: Mapping[str, str]
     environment: Mapping[str, str]
-    store_bytes: int
     system_config: Mapping[str, int]
 
 
@@ -70,10 +71,6 @@ class NodeProcesses:
     def session(self) -> Path:
         """Directory of the cluster's logs and sockets."""
         return Path(self._node.get_session_dir_path())
-
-    def alive(self) -> bool:
-        """Whether none of its processes ended."""
-        return not self._node.dead_processes()
 
     def reap(self) -> None:
         """Kill what is left of its processes and reap them."""
@@ -134,9 +131,8 @@ def _start(request: NodeRequest, *, head: bool, **more: object) -> Node:
         num_cpus=0,
         num_gpus=resources.pop("GPU", 0),  # Ray wants it apart
         resources=resources,
-        labels=dict(request.labels),
         env_vars=dict(request.environment),
-        object_store_memory=request.store_bytes,
+        object_store_memory=_STORE_BYTES,
         min_worker_port=0,
         max_worker_port=0,
         include_log_monitor=False,

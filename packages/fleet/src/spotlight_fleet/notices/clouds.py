@@ -18,9 +18,9 @@ NO_CLOUD = "no cloud"
 """Name of the source of a cloud that has not answered yet."""
 
 
-def cloud_source(cloud: str, server: MetadataServer | None = None) -> CloudSource:
-    """Notice source of ``cloud``, at its usual address unless ``server`` is given. Raises RegistryError."""
-    return CLOUDS.load(cloud).notices(server or MetadataServer())
+def cloud_source(cloud: str, server: MetadataServer) -> CloudSource:
+    """Notice source of ``cloud``. Raises RegistryError."""
+    return CLOUDS.load(cloud).notices(server)
 
 
 class DetectedCloud:
@@ -29,7 +29,7 @@ class DetectedCloud:
     Each reading looks for it again until one does: the service of a node that has just started may be late.
     """
 
-    def __init__(self, server: MetadataServer | None = None) -> None:
+    def __init__(self, server: MetadataServer) -> None:
         self._server = server
         self._found: CloudSource | None = None
 
@@ -57,7 +57,7 @@ class DetectedCloud:
         return self._found is not None and await self._found.acknowledge()
 
 
-async def find_cloud(server: MetadataServer | None = None, timeout_s: float = 3.0) -> CloudSource:
+async def find_cloud(server: MetadataServer, timeout_s: float = 3.0) -> CloudSource:
     """Probe all clouds concurrently and return the one that answers correctly.
 
     Args:
@@ -66,7 +66,6 @@ async def find_cloud(server: MetadataServer | None = None, timeout_s: float = 3.
     Raises:
         NoticeError: none answers (the message says how each failed), or several do.
     """
-    server = server or MetadataServer()
     sources = {cloud: cloud_source(cloud, server) for cloud in CLOUDS}
     failures = dict(
         zip(sources, await asyncio.gather(*(_probe(one, timeout_s) for one in sources.values())), strict=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from spotlight_rewards.base.file_errors import StoreError
 from spotlight_rewards.base.files import write_atomically
 
 
@@ -17,8 +18,16 @@ class NodeNotes:
     path: Path
 
     def read(self) -> list[str]:
-        """The names that were written last."""
-        names: list[str] = json.loads(self.path.read_text(encoding="utf-8")) if self.path.exists() else []
+        """The names that were written last. Raises StoreError for anything else."""
+        try:
+            names: object = json.loads(self.path.read_text(encoding="utf-8")) if self.path.exists() else []
+        except (OSError, ValueError, RecursionError) as error:
+            names = error
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise StoreError(
+                f"{self.path}: found {names!r:.80}; expected a list of the nodes that this run has started. "
+                "End those that are there by hand, and delete the file."
+            )
         return names
 
     def write(self, names: Iterable[str]) -> None:

@@ -352,9 +352,11 @@ def write_trace(trace: Trace, path: Path) -> None:
 
 
 def to_csv(trace: Trace) -> str:
-    """Canonical CSV with the horizon in a comment. Raises :class:`TraceError` if it has prices."""
+    """Canonical CSV with the horizon in a comment. Raises :class:`TraceError` for what it cannot hold."""
     if trace.prices:
         raise TraceError(f"{trace.source} has prices, and CSV has no place for them; write .jsonl")
+    if odd := next((event.node for event in trace.events if not event.node.isprintable()), None):
+        raise TraceError(f"{trace.source} has a node {odd!a}; expected a name on one line; write .jsonl")
     out = io.StringIO()
     out.write(f"{CSV_COMMENT} horizon_s={trace.horizon_s!r}\n{CSV_HEADER}\n")
     writer = csv.writer(out, lineterminator="\n")

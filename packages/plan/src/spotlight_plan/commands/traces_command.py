@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
@@ -13,6 +12,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from spotlight_fleet.traces.trace_files import TraceFormat
 from spotlight_rewards.base.terminal import TextConsole
 from spotlight_rewards.commands.exit_codes import errors_without_traceback, failure
 
@@ -21,16 +21,6 @@ if TYPE_CHECKING:
 
     from spotlight_fleet.traces.trace import Trace
     from spotlight_plan.traces.trace_statistics import TraceStatistics
-
-
-class Format(StrEnum):
-    """File format."""
-
-    AUTO = "auto"
-    BAMBOO = "bamboo"
-    SKYPILOT = "skypilot"
-    CSV = "csv"
-    JSONL = "jsonl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +72,7 @@ PageOption: TypeAlias = Annotated[
 
 def traces(
     files: FilesArgument = None,
-    format: Annotated[Format, typer.Option("--format", help="Form of the files.")] = Format.AUTO,
+    format: Annotated[TraceFormat, typer.Option("--format", help="Form of the files.")] = "auto",
     gpus_per_node: GpusPerNodeOption = 1,
     nodes: NodesOption = None,
     horizon_h: HorizonHOption = None,
@@ -164,11 +154,11 @@ def _generated(given: dict[str, float], shape: _Shape) -> Trace:
     )
 
 
-def _read(path: Path, format: Format, shape: _Shape) -> Trace:
+def _read(path: Path, format: TraceFormat, shape: _Shape) -> Trace:
     from spotlight_fleet.traces.trace_files import read_trace
     from spotlight_fleet.traces.transforms import limit, repeat, with_notices
 
-    trace = read_trace(path, format=format.value, gpus_per_node=shape.gpus_per_node)
+    trace = read_trace(path, format=format, gpus_per_node=shape.gpus_per_node)
     if shape.nodes is not None:
         trace = limit(trace, shape.nodes)
     if shape.horizon_s is not None:

@@ -112,7 +112,7 @@ def assumptions_varied(prepared: Prepared, strategy: str) -> Iterator[Assumption
     cluster, trace, places = prepared.file.cluster, prepared.file.trace, strategy_named(strategy).places
     if places is SpotPlaces.SPOT:
         if prepared.pricing.spot is not None:
-            yield _by_factor("spot price", lambda factor: lambda one: _priced(one, "spot", factor))
+            yield _by_factor("spot price", partial(_priced, "spot"))
         if cluster.spot.nodes > 1:
             half = (cluster.spot.nodes + 1) // 2
             yield Assumption("spot nodes to be had", ("half", _keyed("cluster.spot.nodes", half)), None)
@@ -122,11 +122,9 @@ def assumptions_varied(prepared: Prepared, strategy: str) -> Iterator[Assumption
             if trace.bursts_per_h:
                 yield _of_key("joint preemptions", "trace.bursts_per_h", trace.bursts_per_h)
     if prepared.pricing.reserved is not None:
-        yield _by_factor(
-            "price of reserved GPUs", lambda factor: lambda one: _priced(one, "reserved", factor)
-        )
+        yield _by_factor("price of reserved GPUs", partial(_priced, "reserved"))
     if prepared.pricing.on_demand is not None:
-        yield _by_factor("on-demand price", lambda factor: lambda one: _priced(one, "on_demand", factor))
+        yield _by_factor("on-demand price", partial(_priced, "on_demand"))
     machine = prepared.profile.infrastructure
     boots = [key for key in ("boot_s", "image_s") if getattr(machine, key) is not None]
     if places is SpotPlaces.SPOT and boots and cluster.boot_s is None and not isinstance(trace, AlwaysOn):
@@ -159,22 +157,24 @@ def _keyed(key: str, value: float) -> Change:
     return change
 
 
-def _priced(prepared: Prepared, which: str, factor: float) -> Prepared:
-    tag = getattr(prepared.pricing, which)
-    dearer = replace(tag, usd_gpu_h=tag.usd_gpu_h * factor)
-    return replace(prepared, pricing=replace(prepared.pricing, **{which: dearer}))
+def _priced(which: str, factor: float) -> Change:
+    def change(prepared: Prepared) -> Prepared:
+        tag = getattr(prepared.pricing, which)
+        dearer = replace(tag, usd_gpu_h=tag.usd_gpu_h * factor)
+        return replace(prepared, pricing=replace(prepared.pricing, **{which: dearer}))
+
+    return change
 
 
 def _profiled(paths: Sequence[str], factor: float) -> Change:
-    return lambda prepared: _scaled(prepared, paths, factor)
+    def change(prepared: Prepared) -> Prepared:
+        tree = prepared.profile.model_dump(mode="json")
+        for path in paths:
+            _multiply(tree, path.split("."), factor)
+        # As a file is read: strict, but lists are tuples.
+        return replace(prepared, profile=Profile.model_validate_json(json.dumps(tree), strict=True))
 
-
-def _scaled(prepared: Prepared, paths: Sequence[str], factor: float) -> Prepared:
-    tree = prepared.profile.model_dump(mode="json")
-    for path in paths:
-        _multiply(tree, path.split("."), factor)
-    # As a file is read: strict, but lists are tuples.
-    return replace(prepared, profile=Profile.model_validate_json(json.dumps(tree), strict=True))
+    return change
 
 
 def _multiply(node: Any, path: Sequence[str], factor: float) -> None:

@@ -90,7 +90,6 @@ def _model(
         iteration_s=iteration_s,
         checkpoint_every=scenario.plan.checkpoint_every,
         pause_s=pause_s,
-        join_s=pause_s,
         boot_s=scenario.boot_s,
         survives_one=strategy.baseline == "redundancy",
     )

@@ -39,7 +39,6 @@ def result_of(simulation: Simulation) -> SimulationResult:
         overlaps=tuple(simulation.overlaps),
         dropped=ledger.dropped.total(),
         events=simulation.events,
-        gpu_hours=sum(accounts.seconds.values()) / 3600,
         other_usd=dict(accounts.other.usd),
         on_demand=simulation.on_demand.taken if simulation.on_demand else 0,
         decisions=tuple((at_s, report.text) for at_s, report in simulation.fleet_reports if report.text),

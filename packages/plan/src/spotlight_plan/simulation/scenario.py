@@ -178,9 +178,13 @@ class SimulationResult:
     explored: int
     dropped: int
     events: int
-    gpu_hours: float
     explorations: tuple[Mapping[str, object], ...] = ()
     overlaps: tuple[ReportPipeline, ...] = ()
     on_demand: int = 0
     decisions: tuple[tuple[float, str], ...] = ()
     other_usd: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def gpu_hours(self) -> float:
+        """Of all nodes."""
+        return sum(self.phase_s.values()) / 3600

@@ -33,8 +33,7 @@ class BaselineModel:
         start_s: until the first iteration begins.
         iteration_s: of an undisturbed iteration, redundancy included.
         checkpoint_every: iterations.
-        pause_s: after a loss.
-        join_s: for a node that joins.
+        pause_s: after a loss, and for a node that joins.
         boot_s: until a node that joins can be used.
         survives_one: whether a loss alone costs no work.
     """
@@ -45,7 +44,6 @@ class BaselineModel:
     iteration_s: float
     checkpoint_every: int
     pause_s: float
-    join_s: float
     boot_s: float
     survives_one: bool
 
@@ -96,7 +94,7 @@ class _Job:
             self._step(min(until_s, min(self.booting.values(), default=until_s)))
             for name in [name for name, at_s in self.booting.items() if at_s <= self.now]:
                 del self.booting[name]
-                self.pause_until_s = max(self.pause_until_s, self.now + self.model.join_s)
+                self.pause_until_s = max(self.pause_until_s, self.now + self.model.pause_s)
         return self.is_done
 
     def _step(self, until_s: float) -> None:
@@ -177,5 +175,4 @@ class _Job:
             explored=0,
             dropped=0,
             events=0,
-            gpu_hours=sum(self.seconds.values()) / _HOUR_S,
         )

@@ -88,17 +88,7 @@ class Simulation(VirtualClock):
             self.spot = SpotSupply(
                 self, target.clipped(scenario.spot_first or at_start), scenario.spot_delay_s
             )
-        self.learner = VirtualLearner(
-            scenario,
-            self.accounts,
-            self.store,
-            gpu_type,
-            lambda: self.now,
-            self.feed,
-            self.after_ranks,
-            turns,
-            lambda: self._moves and self.places.is_cold,
-        )
+        self.learner = VirtualLearner(self, gpu_type, turns)
         self._learner_noise = TimingNoise(scenario.seed, "learner", scenario.noise)
         self._reward_noise = TimingNoise(scenario.seed, "rewards", scenario.noise)
         self._scorers = ScorerQueue()
@@ -299,7 +289,7 @@ class Simulation(VirtualClock):
 
     def _start_worker(self, effect: ef.StartWorker) -> None:
         if effect.node in self.nodes:
-            self.workers.start(effect, self.nodes[effect.node].gpu_type)
+            self.workers.start(effect)
 
     def _score(self, life: int, scored: Iterator[ev.Event]) -> None:
         for event in scored:

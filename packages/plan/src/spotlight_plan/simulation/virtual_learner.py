@@ -6,15 +6,18 @@ from the last durable checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.types import Phase, PolicyVersion, RolloutId
-from spotlight_plan.simulation.gpu_accounts import BilledSegment, GpuAccounts, GpuSwitches
-from spotlight_plan.simulation.scenario import Scenario
+from spotlight_plan.simulation.gpu_accounts import BilledSegment, GpuSwitches
 from spotlight_plan.simulation.virtual_processes import INITIAL_WEIGHTS, VirtualWeights
+
+if TYPE_CHECKING:
+    from spotlight_plan.simulation.virtual_driver import Simulation
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +75,7 @@ class VirtualLearner:
     """All learner ranks as one.
 
     Attributes:
-        answer: passes an event to the controller.
-        after: calls when the slowest rank is done.
         turns: switches of GPUs between training and rollout.
-        is_cold: whether a machine where it starts next lacks the model's files.
         life: counts restarts; effects of an earlier life are never answered.
         prepared: samples of the batch that no micro-batch has taken yet.
         trained: samples accumulated since the last optimizer step.
@@ -84,15 +84,9 @@ class VirtualLearner:
         ready_s: when the second learner is formed; None: there is none.
     """
 
-    scenario: Scenario
-    accounts: GpuAccounts
-    store: VirtualStore
+    host: Simulation
     gpu_type: str
-    now: Callable[[], float]
-    answer: Callable[[ev.Event], None]
-    after: Callable[..., None]
     turns: GpuSwitches
-    is_cold: Callable[[], bool] = lambda: False
     ranks: int = 1
     prepared: set[RolloutId] = field(default_factory=set)
     trained: int = 0
@@ -112,11 +106,12 @@ class VirtualLearner:
         self.forget_second()
         self.ranks = ranks
         self._begin_life()
-        self.after(self._restore_s, self._up, self.life, ev.RunStarted(ranks))
+        self.host.after_ranks(self._restore_s, self._up, self.life, ev.RunStarted(ranks))
 
     @property
     def _restore_s(self) -> float:
-        return self.scenario.costs.restore_s(cold=self.is_cold())
+        scenario, places = self.host.scenario, self.host.places
+        return scenario.costs.restore_s(cold=scenario.plan.cluster.learner_moves and places.is_cold)
 
     def restore(self, effect: ef.RestoreLearner, ranks: int) -> None:
         """Restart from the checkpoint that the controller names."""
@@ -128,22 +123,22 @@ class VirtualLearner:
             self.lose()
         formed_s = self._restore_s
         if self.ready_s is not None:
-            formed_s = min(formed_s, max(0.0, self.ready_s - self.now()))
+            formed_s = min(formed_s, max(0.0, self.ready_s - self.host.now))
             self.forget_second()
         self.ranks = ranks
         self._begin_life()
-        self.after(formed_s, self._up, self.life, ev.LearnerRestored(effect.lineage, ranks))
+        self.host.after_ranks(formed_s, self._up, self.life, ev.LearnerRestored(effect.lineage, ranks))
 
     def prepare(self, number: int) -> None:
         """Form a second learner, up to loading the state."""
         self.preparation = number
         restore_s = self._restore_s
-        self.ready_s = self.now() + restore_s
-        self.after(restore_s, self._prepared, self.preparation)
+        self.ready_s = self.host.now + restore_s
+        self.host.after_ranks(restore_s, self._prepared, self.preparation)
 
     def _prepared(self, preparation: int) -> None:
         if preparation == self.preparation and self.ready_s is not None:
-            self.answer(ev.LearnerPrepared(preparation))
+            self.host.feed(ev.LearnerPrepared(preparation))
 
     def forget_second(self) -> None:
         """The second learner is gone."""
@@ -153,7 +148,7 @@ class VirtualLearner:
         """A rank dies: training since the checkpoint is lost."""
         self.life, self.alive = self.life + 1, False
         self._phase(Phase.SETUP)
-        self.accounts.confirm(self._uncommitted, Phase.LOST)
+        self.host.accounts.confirm(self._uncommitted, Phase.LOST)
         self._uncommitted = []
 
     def carry_out(self, effect: LearnerEffect) -> None:
@@ -163,7 +158,7 @@ class VirtualLearner:
         self.task = effect
         if isinstance(effect, ef.PrepareBatch | ef.TrainMicroBatch) and (turn_s := self.turns.to_training()):
             self._phase(Phase.RECONFIGURATION)
-            self.after(turn_s, self._turned, self.life, effect)
+            self.host.after_ranks(turn_s, self._turned, self.life, effect)
         else:
             self._begin(effect)
 
@@ -172,12 +167,12 @@ class VirtualLearner:
             self._begin(effect)
 
     def _begin(self, effect: LearnerEffect) -> None:
-        costs, plan = self.scenario.costs, self.scenario.plan
+        costs, plan = self.host.scenario.costs, self.host.scenario.plan
         phase, seconds = Phase.TRAINING, 0.0
         match effect:
             case ef.PrepareBatch(_, groups):
                 members = [rollout for group in groups for rollout in group.rollouts]
-                missing = [rollout for rollout in members if rollout not in self.store.samples]
+                missing = [rollout for rollout in members if rollout not in self.host.store.samples]
                 assert not missing, f"samples to train on are gone: {missing}"
                 assert not self.prepared or effect.partial, "a batch comes before the one before is trained"
                 again = self.prepared.intersection(members)
@@ -202,7 +197,7 @@ class VirtualLearner:
             case ef.CommitCheckpoint():
                 phase, seconds = Phase.CHECKPOINT, costs.checkpoint_s()
         self._phase(phase)
-        self.after(seconds, self._done, self.life, effect)
+        self.host.after_ranks(seconds, self._done, self.life, effect)
 
     def _done(self, life: int, effect: LearnerEffect) -> None:
         if life != self.life:
@@ -211,38 +206,38 @@ class VirtualLearner:
         self._phase(Phase.IDLE)
         match effect:
             case ef.PrepareBatch(iteration):
-                self.answer(ev.BatchPrepared(iteration))
+                self.host.feed(ev.BatchPrepared(iteration))
             case ef.TrainMicroBatch(batch, index):
-                self.answer(ev.MicroBatchTrained(batch.iteration, batch.update, index))
+                self.host.feed(ev.MicroBatchTrained(batch.iteration, batch.update, index))
             case ef.StepOptimizer(iteration, update):
                 self._contents += 1
                 self.weights = VirtualWeights(PolicyVersion(self.weights.version + 1), self._contents)
-                self.answer(ev.OptimizerStepped(iteration, update, 0.0, 1.0))
+                self.host.feed(ev.OptimizerStepped(iteration, update, 0.0, 1.0))
             case ef.FinishBatch(iteration):
-                self.answer(ev.BatchFinished(iteration))
+                self.host.feed(ev.BatchFinished(iteration))
             case ef.PublishWeights(version):
                 assert version == self.weights.version, f"{version} is published, {self.weights} is there"
-                self.store.versions[version] = self.weights
-                self.answer(ev.WeightsPublished(version))
+                self.host.store.versions[version] = self.weights
+                self.host.feed(ev.WeightsPublished(version))
             case ef.CommitCheckpoint(iteration):
                 self.checkpoint = VirtualCheckpoint(effect, self.weights)
                 self._uncommitted = []
-                self.answer(ev.CheckpointCommitted(iteration))
+                self.host.feed(ev.CheckpointCommitted(iteration))
 
     def _begin_life(self) -> None:
         self.life, self.alive = self.life + 1, False
         self.turns.to_training()  # covered by the restart time
         self.prepared, self.trained, self.task = set(), 0, None
         self.weights = self.checkpoint.weights if self.checkpoint else INITIAL_WEIGHTS
-        self.store.versions[self.weights.version] = self.weights
+        self.host.store.versions[self.weights.version] = self.weights
         self._phase(Phase.SETUP)
 
     def _up(self, life: int, event: ev.Event) -> None:
         if life == self.life:
             self.alive = True
             self._phase(Phase.IDLE)
-            self.answer(event)
+            self.host.feed(event)
 
     def _phase(self, phase: Phase) -> None:
         self.busy = phase is not Phase.IDLE
-        self.accounts.learner(phase, self._uncommitted, self.now())
+        self.host.accounts.learner(phase, self._uncommitted, self.host.now)

@@ -44,7 +44,6 @@ class VirtualProcess:
     worker: WorkerId
     node: NodeId
     gpu: VirtualGpu
-    gpu_type: str
     epoch: int
     up: bool = False
     alive: bool = True
@@ -55,6 +54,10 @@ class VirtualProcess:
     fence: int = 0
     group: VirtualGroup | None = None
     frozen_until_s: float = 0.0
+
+    @property
+    def gpu_type(self) -> str:
+        return self.gpu.node.gpu_type
 
 
 @dataclass(slots=True, eq=False)

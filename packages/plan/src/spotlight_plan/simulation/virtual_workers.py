@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.types import (
     PHASE_OF,
-    NodeId,
     NodeKind,
     Phase,
     Rollout,
@@ -33,6 +32,9 @@ from spotlight_plan.simulation.virtual_processes import (
     VirtualProcess,
     VirtualWeights,
 )
+
+if TYPE_CHECKING:
+    from spotlight_plan.simulation.virtual_driver import Simulation
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,44 +61,11 @@ class Receipt:
         return self.segments[0].kind
 
 
-class WorkerHost(Protocol):
-    """What the workers use of the simulation."""
-
-    @property
-    def now(self) -> float:
-        """Virtual time in seconds."""
-        ...
-
-    def after(self, seconds: float, then: Callable[..., None], *args: object) -> None:
-        """Call ``then`` in ``seconds`` of virtual time."""
-        ...
-
-    def send(self, event: ev.Event, sender: VirtualProcess, receipt: Receipt | None = None) -> None:
-        """Send a message from a worker to the controller."""
-        ...
-
-    def published(self, version: int) -> VirtualWeights | None:
-        """Weights of a version in the store."""
-        ...
-
-    def corrupted(self) -> bool:
-        """Whether a weight transfer fails its checksum."""
-        ...
-
-    def pulled(self, kind: WeightKind, process: VirtualProcess) -> float:
-        """A node pulls from the store; returns the least seconds that it takes from another region."""
-        ...
-
-    def noisy(self, seconds: float, node: NodeId) -> float:
-        """A duration on a node, with noise."""
-        ...
-
-
 @dataclass(slots=True)
 class VirtualWorkers:
     """All worker processes and their groups."""
 
-    host: WorkerHost
+    host: Simulation
     accounts: GpuAccounts
     costs: ImageCosts
     commit_every: int
@@ -106,7 +75,7 @@ class VirtualWorkers:
 
     # -- processes -------------------------------------------------------------------------------------
 
-    def start(self, effect: ef.StartWorker, gpu_type: str) -> None:
+    def start(self, effect: ef.StartWorker) -> None:
         """Start a process, replacing an older one of that worker."""
         old = self.processes.get(effect.worker)
         if old is not None and old.epoch >= effect.epoch:
@@ -116,7 +85,7 @@ class VirtualWorkers:
         if old is not None:
             self.kill(old)
         gpu = self.accounts.gpus[effect.node][effect.gpu]
-        process = VirtualProcess(effect.worker, effect.node, gpu, gpu_type, effect.epoch)
+        process = VirtualProcess(effect.worker, effect.node, gpu, effect.epoch)
         self.processes[effect.worker] = process
         self.accounts.worker(gpu, Phase.SETUP, self.host.now)
         self.host.after(

@@ -6,37 +6,24 @@ after ``delay_s``, and one that the market takes away is replaced by another, if
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.effects import NodesWanted
 from spotlight.scheduler.types import Node, NodeId, NodeKind
 from spotlight_fleet.providers.spot_offers import SpotOffers
-from spotlight_plan.simulation.machines.virtual_places import VirtualPlaces
 from spotlight_plan.simulation.scenario import NodeEvent
 
-
-class SupplyHost(Protocol):
-    """What it uses of the simulation."""
-
-    places: VirtualPlaces
-
-    def after(self, seconds: float, then: Callable[..., None], *args: object) -> None:
-        """Call ``then`` in ``seconds`` of virtual time."""
-        ...
-
-    def apply(self, event: NodeEvent) -> None:
-        """Apply a node event."""
-        ...
+if TYPE_CHECKING:
+    from spotlight_plan.simulation.virtual_driver import Simulation
 
 
 @dataclass(slots=True)
 class OnDemandSupply:
     """Nodes on demand; ``taken``: so many so far."""
 
-    host: SupplyHost
+    host: Simulation
     node: Node
     taken: int = 0
     _coming: NodeId | None = None
@@ -73,7 +60,7 @@ class OnDemandSupply:
 class SpotSupply:
     """The spot nodes that a run with a target takes; ``first``: so many at the beginning."""
 
-    host: SupplyHost
+    host: Simulation
     first: int
     delay_s: float
     _offers: SpotOffers = field(init=False)
