@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.unit.test_fork import files_of_at_most
 from typer.testing import CliRunner
 
 from spotlight.cli.main import app
@@ -21,6 +22,7 @@ from spotlight.config.schema import RunConfig
 from spotlight.data.datasets import load_prompts
 from spotlight.store.ledger.ledger_audit import AuditLimits, audit
 from spotlight.testbed import TESTBEDS
+from spotlight_rewards.base.file_errors import StoreError
 from spotlight_rewards.reward import Reward
 from spotlight_rewards.reward_registry import load, parse
 
@@ -98,6 +100,12 @@ def test_tiny_writes_a_pipeline_that_diffusers_loads(tmp_path: Path) -> None:
 def smoked(given: list[str]) -> RunConfig:
     """The configuration that a smoke run has."""
     return load_config(None, [*given, *smoke_overrides(load_config(None, given))])
+
+
+def test_a_disk_that_is_full_of_a_rewards_small_weights_is_told(tmp_path: Path) -> None:
+    config = load_config(None, ["rewards=[{name: aesthetic}]", f"cache_dir={tmp_path}"])
+    with files_of_at_most(2_000_000), pytest.raises(StoreError, match="cannot write a small pipeline"):
+        smoke_overrides(config)
 
 
 @pytest.mark.parametrize("preset", preset_names())

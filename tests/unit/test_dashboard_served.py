@@ -50,11 +50,13 @@ from spotlight.cli.main import app as cli
 from spotlight.cli.runs.dashboard_beside import start_beside
 from spotlight.scheduler.types import WorkerId
 from spotlight.store.images import Tile, write_grid
+from spotlight.store.ledger import ledger_queries
 from spotlight.store.ledger.ledger_schema import Incident
 from spotlight.store.ledger.sqlite_ledger import SqliteLedger
 from spotlight.store.run_directory import RunPaths
 from spotlight_dashboard import answers as answers_module
 from spotlight_dashboard import dashboard_app as app_module
+from spotlight_dashboard import run_folders
 from spotlight_dashboard import shown_runs as shown_module
 from spotlight_dashboard.figures import Json
 from spotlight_dashboard.page_files import PAGE_FILES, page_file
@@ -62,6 +64,7 @@ from spotlight_dashboard.report_pictures import PictureBudget, embedded
 from spotlight_dashboard.run_folders import RunFolder
 from spotlight_dashboard.shown_runs import ShownRuns
 from spotlight_dashboard.single_page import single_page
+from spotlight_dashboard.views.gallery import PICTURE_BYTES_MAX
 from spotlight_rewards.base.file_errors import StoreError
 
 # -- what it refuses --
@@ -329,7 +332,7 @@ def test_the_report_has_pictures_of_real_sizes(empty_place: Path) -> None:
             shutil.copy(tile, tile.with_name(f"{iteration:06d}{tile.name[6:]}"))
     run = RunFolder("run", paths.path.resolve())
     evaluation: Any = answers_module.RunAnswers().answer(run, "evaluation", {"iteration": "8"})
-    uri, played = (embedded(paths.images / "tiles" / f"000008-00{at}.png") for at in (0, 1))
+    uri, played = (embedded((paths.images / "tiles" / f"000008-00{at}.png").read_bytes()) for at in (0, 1))
     with Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2]))) as image:
         assert (image.format, image.size) == ("WEBP", (284, 512))
     with Image.open(io.BytesIO(base64.b64decode(played.partition(",")[2]))) as image:
@@ -340,6 +343,26 @@ def test_the_report_has_pictures_of_real_sizes(empty_place: Path) -> None:
         found = budget.take(run, asked, share=share, whole=whole)
         assert (found and found["left_out"]) == (2 - taken if taken else None)
     assert sorted(budget.taken) == ["picture/0/0", "picture/0/2", "picture/8/0"]
+
+
+def test_a_picture_that_is_too_large_is_refused_in_words(empty_place: Path) -> None:
+    paths = make_run(empty_place / "run", 5)
+    os.truncate(paths.images / "tiles" / "000004-000.png", PICTURE_BYTES_MAX + 1)
+    answer = client_of(empty_place).get("/api/runs/run/picture/4/0")
+    assert answer.status_code == 409
+    assert "larger than" in answer.text
+
+
+def test_means_of_a_ledger_that_takes_too_long_say_so(
+    empty_place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_run(empty_place / "run", 5)
+    client = client_of(empty_place)
+    monkeypatch.setattr(run_folders, "READ_S", 1e-9)
+    monkeypatch.setattr(ledger_queries, "_STEPS_BETWEEN_LOOKS", 1)
+    for what in ("means?name=validation/graded&axis=usd&run=run", "runs/run/money"):
+        answer = client.get(f"/api/{what}")
+        assert (answer.status_code, "run does not answer" in answer.text) == (503, True)
 
 
 # -- as commands --

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from tests.unit.openmmlab_forward import Shape, Weights, forward, random_checkpoint
+from tests.unit.test_fork import files_of_at_most
 from typer.testing import CliRunner
 
 from spotlight.cli.main import app
+from spotlight_rewards.base.file_errors import StoreError
 from spotlight_rewards.geneval.mask2former import UNREAD
 from spotlight_rewards.geneval.openmmlab import convert_checkpoint, converted_model
 from spotlight_rewards.models.pretrained_model import load_pretrained
@@ -104,6 +106,19 @@ def test_the_command_writes_what_transformers_reads_back_to_the_bit(checkpoint: 
         )
     with pytest.raises(RewardSetupError, match="is not empty"):
         convert_checkpoint(checkpoint, tmp_path / "out")
+
+
+def test_a_full_disk_is_told_and_leaves_no_half_of_a_model(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with files_of_at_most(60_000), pytest.raises(StoreError, match=r"the detector: .* no space"):
+        convert_checkpoint(checkpoint, tmp_path / "out")
+    with files_of_at_most(60_000):
+        done = CliRunner().invoke(app, ["tiny", "qwen-image", "out"])
+    assert done.exit_code == 2
+    assert "cannot write a small pipeline: out: no space left" in done.output
+    assert not (tmp_path / "out").exists()
 
 
 def refusal(state: object, tmp_path: Path) -> str:

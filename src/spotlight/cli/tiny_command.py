@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from spotlight_rewards.base.file_errors import is_there, storage_errors
+from spotlight_rewards.base.files import removed_if_failed
 from spotlight_rewards.commands.exit_codes import errors_without_traceback, failure
 from spotlight_rewards.commands.options import silence_loading_bars
 
@@ -36,6 +37,6 @@ def tiny(
 
         silence_loading_bars()
         kind = FAMILIES.load(family)
-        with storage_errors("cannot write a small pipeline", directory):
+        with storage_errors("cannot write a small pipeline", directory), removed_if_failed(directory):
             kind.tiny(directory, seed=seed, variant=variant)
     typer.echo(directory)

@@ -28,7 +28,6 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.middleware.gzip import GZipMiddleware
 
-from spotlight.store.ledger.ledger_queries import ran_out_of_time
 from spotlight_dashboard.answers import BadQueryError, RunAnswers
 from spotlight_dashboard.dashboard_keys import DashboardKeys
 from spotlight_dashboard.figures import Axis, Json
@@ -44,7 +43,6 @@ from spotlight_dashboard.views.gallery import reference as reference_of
 from spotlight_dashboard.views.means import means
 from spotlight_dashboard.views.overview import AUDIT_S, silent_headline
 from spotlight_dashboard.voting import add_votes
-from spotlight_rewards.base.errors import ConfigError
 from spotlight_rewards.base.file_errors import StoreError
 
 _SAYS_EVERY_S = 15.0
@@ -119,7 +117,7 @@ def _add_answers(app: FastAPI, shown: ShownRuns, answers: RunAnswers) -> None:
                  for each in wanted)  # fmt: skip
         try:
             return _json(means(await asyncio.gather(*asked)))
-        except (ConfigError, StoreError, sqlite3.Error, OSError) as error:
+        except (StoreError, sqlite3.Error, OSError) as error:
             return text(409, str(error))
 
     @app.get("/metrics")
@@ -142,8 +140,6 @@ def _add_answers(app: FastAPI, shown: ShownRuns, answers: RunAnswers) -> None:
         except BadQueryError as error:
             return text(400, str(error))
         except (StoreError, sqlite3.Error, OSError) as error:
-            if ran_out_of_time(error):
-                raise SilentRunError(name) from error
             return text(409, str(error))
 
     @app.get("/api/changes")
@@ -158,8 +154,8 @@ def _add_pictures(app: FastAPI, shown: ShownRuns) -> None:
         # The kind in full: a pattern would also take other addresses of four parts.
         @app.get(f"/api/runs/{{name}}/{kind}/{{iteration}}/{{index}}")
         async def picture(name: str, iteration: int, index: int) -> Response:
-            return png(
-                await shown.find(name, "picture", lambda run: picture_of(run, iteration, index, folder))
+            return await png(
+                shown.find(name, "picture", lambda run: picture_of(run, iteration, index, folder))
             )
 
     for kind, folder in FOLDERS.items():
@@ -167,7 +163,7 @@ def _add_pictures(app: FastAPI, shown: ShownRuns) -> None:
 
     @app.get("/api/runs/{name}/reference/{picture}")
     async def reference(name: str, picture: str) -> Response:
-        return png(await shown.find(name, "picture", lambda run: reference_of(run, picture)))
+        return await png(shown.find(name, "picture", lambda run: reference_of(run, picture)))
 
 
 async def _changes(request: Request, shown: ShownRuns) -> AsyncIterator[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Awaitable
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import PlainTextResponse
@@ -131,11 +132,15 @@ async def body_of(request: Request, bytes_max: int) -> bytes | None:
     return bytes(body)
 
 
-def png(found: bytes | None, cache: str = "no-cache") -> Response:
-    """A picture, if there is one."""
-    if found is None:
+async def png(found: Awaitable[bytes | None], cache: str = "no-cache") -> Response:
+    """A picture, if there is one that can be read."""
+    try:
+        picture = await found
+    except OSError as error:
+        return text(409, str(error))
+    if picture is None:
         return text(404, "no such picture")
-    return Response(found, media_type="image/png", headers={"Cache-Control": cache})
+    return Response(picture, media_type="image/png", headers={"Cache-Control": cache})
 
 
 def text(status: int, found: str) -> PlainTextResponse:

@@ -6,39 +6,37 @@ import base64
 import io
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 
 from PIL import Image, ImageSequence
 
 from spotlight_dashboard.figures import Json
 from spotlight_dashboard.run_folders import RunFolder
-from spotlight_dashboard.views.gallery import FOLDERS, picture_file, reference_file
-from spotlight_rewards.base.files import read_regular
+from spotlight_dashboard.views.gallery import FOLDERS, reference
+from spotlight_dashboard.views.gallery import picture as picture_of
 from spotlight_rewards.base.media_files import open_picture
 
 PICTURE_BYTES_MAX = 24 << 20
 """Of all pictures in a file, as text."""
-_AS_IT_IS_BYTES, _FILE_BYTES = 48 << 10, 1 << 30
+_AS_IT_IS_BYTES = 48 << 10
 _SIDE_PX, _VIDEO_SIDE_PX, _FRAMES_MAX = 512, 256, 24
 _QUALITY = 80
 
 
-def embedded(path: Path) -> str:
-    """The picture as a data URI: a small file as it is, a larger one as WebP of at most 512 pixels a side.
+def embedded(content: bytes) -> str:
+    """A picture as a data URI: a small file as it is, a larger one as WebP of at most 512 pixels a side.
 
     Videos have at most 24 frames of 256 pixels, which last as long as all of theirs.
 
     Raises:
         OSError: not a picture, or not a whole one.
     """
-    content = read_regular(path, _FILE_BYTES)
     if len(content) <= _AS_IT_IS_BYTES:
         return _uri("png", content)
     try:
         with open_picture(io.BytesIO(content), formats=("PNG",)) as image:
             return _uri("webp", _reduced(image))
     except (ValueError, SyntaxError) as error:  # what Pillow raises of damaged files
-        raise OSError(f"{path}: not a picture ({error}).") from error
+        raise OSError(f"not a picture ({error})") from error
 
 
 def _reduced(image: Image.Image) -> bytes:
@@ -94,9 +92,9 @@ class PictureBudget:
         found: dict[str, str] = {}
         shown = []
         for picture in pictures:
-            path = picture_file(run, iteration, picture["index"], FOLDERS[kind])
             try:
-                uri = embedded(path) if path is not None else None
+                content = picture_of(run, iteration, picture["index"], FOLDERS[kind])
+                uri = None if content is None else embedded(content)
             except OSError:
                 continue  # being written, or not a picture
             if uri is None:
@@ -121,8 +119,9 @@ class PictureBudget:
         assert isinstance(names, list)
         found: dict[str, str] = {}
         for name in names:
-            key, path = f"reference/{name}", reference_file(run, name)
-            if path is not None and key not in self.taken and key not in met:
+            key = f"reference/{name}"
+            if key not in self.taken and key not in met:
                 with suppress(OSError):
-                    found[key] = embedded(path)
+                    if (content := reference(run, name)) is not None:
+                        found[key] = embedded(content)
         return found

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from spotlight.store.ledger.ledger_queries import ran_out_of_time
 from spotlight_dashboard.run_folders import RunFolder, folders_at, named, run_at
 from spotlight_dashboard.run_threads import ASKED_S, Read, RunThreads
 
@@ -67,10 +68,10 @@ class ShownRuns:
     async def ask(
         self, run: RunFolder, kind: str, work: Callable[[RunFolder], T], limit_s: float = ASKED_S
     ) -> T:
-        """What ``work`` finds of one run. Raises its errors, and SilentRunError."""
+        """What ``work`` finds of one run. Raises its errors, and SilentRunError, also of a slow ledger."""
         if run.name not in self._silent:
             read = await self.threads.one(kind, run, work, limit_s)
-            if read is not None:
+            if read is not None and not (read.error and ran_out_of_time(read.error)):
                 return read.get()
         raise SilentRunError(run.name)
 

@@ -32,8 +32,8 @@ def add_votes(app: FastAPI, shown: ShownRuns) -> None:
 
     @app.get("/api/runs/{name}/ballots/{ballot}/{picture}")
     async def picture(name: str, ballot: str, picture: str) -> Response:
-        found = await shown.find(name, "ballot picture", lambda run: ballot_picture(run, ballot, picture))
-        return png(found, cache="no-store")
+        found = shown.find(name, "ballot picture", lambda run: ballot_picture(run, ballot, picture))
+        return await png(found, cache="no-store")
 
     @app.post("/api/runs/{name}/ballots/{ballot}")
     async def cast(name: str, ballot: str, request: Request) -> Response:

@@ -66,8 +66,8 @@ def smoke_overrides(config: RunConfig, given: Sequence[str] = ()) -> list[str]:
         shutil.rmtree(folder, ignore_errors=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
         family.tiny(folder, seed=0)
-    name = f"{without_stage(config.name, given)}-smoke"
-    replaced = [("name", name), *_replaced(config, family, folder), *_rewards(config, folder / "rewards")]
+        name = f"{without_stage(config.name, given)}-smoke"
+        replaced = [("name", name), *_replaced(config, family, folder), *_rewards(config, folder / "rewards")]
     return [f"{key}={value}" for key, value in replaced]
 
 

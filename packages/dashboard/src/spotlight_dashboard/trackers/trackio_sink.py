@@ -61,7 +61,7 @@ class Trackio:
     def _open(self, resume_at: int) -> None:
         paths, own = self._paths, lasting_id(self._paths.path / "trackio-id")
         with redirect_stdout(io.StringIO()):  # how to open Trackio's dashboard
-            self._delete(self._project, own)
+            self._delete(own)
             self._run = self._trackio.init(
                 project=self._project,
                 name=paths.path.name,
@@ -121,10 +121,10 @@ class Trackio:
     def _log(self, values: Mapping[str, Any], iteration: int) -> None:
         self._run.log(dict(values), step=iteration)
 
-    def _delete(self, project: str, own: str) -> None:
+    def _delete(self, own: str) -> None:
         """Delete this run directory's run of an earlier attempt, not others of its name."""
         try:
-            runs = list(self._trackio.Api().runs(project))
+            runs = list(self._trackio.Api().runs(self._project))
         except ValueError:  # no such project yet
             return
         for run in runs:

@@ -80,8 +80,8 @@ class RunLimits:
 class RunOutlook:
     """What a run has taken, and is expected to have taken at its end; None: not known."""
 
-    usd: float | None
-    hours: float | None
+    usd: float | None = None
+    hours: float | None = None
 
 
 def findings(
@@ -90,7 +90,7 @@ def findings(
     rows: Sequence[Mapping[str, float | None]],
     now_s: float,
     spot_gone_at: float | None = None,
-    outlook: RunOutlook | None = None,
+    outlook: RunOutlook = RunOutlook(),
     limits: RunLimits = RunLimits(),
     validations: Sequence[Validated] = (),
     damaged: Sequence[int] = (),
@@ -117,7 +117,7 @@ def findings(
         *_about_rewards(_known(rows, REWARD)),
         *_about_trends(rows),
         *_about_held_out(validations),
-        *_about_limits(outlook or RunOutlook(None, None), limits),
+        *_about_limits(outlook, limits),
     ]
     return sorted(found, key=lambda each: not each.serious)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 
 from spotlight.store.images import TileNote, drawn_iterations, read_tile_note, reference_path
 from spotlight.store.ledger import ledger_queries as queries
@@ -44,14 +44,7 @@ def training_pictures(run: RunFolder, iteration: int) -> Json:
     return {
         "iteration": iteration,
         "pictures": [
-            {
-                "index": index,
-                "caption": note.caption[:_CAPTION_MAX],
-                "references": list(note.references[:_REFERENCES_MAX]),
-                "score": finite(note.score),
-                "rollout": note.rollout or None,
-                "scores": {name: finite(value) for name, value in note.scores.items()},
-            }
+            _described(index, note, note.rollout or None, note.scores)
             for index, note in _notes(run, iteration, TRAINING)
         ],
     }
@@ -73,41 +66,37 @@ def pictures(run: RunFolder, iteration: int) -> Json:
             known = None
         found.append(
             {
-                "index": index,
-                "caption": note.caption[:_CAPTION_MAX],
-                "references": list(note.references[:_REFERENCES_MAX]),
-                "score": finite(note.score),
-                "rollout": known.rollout if known else None,
+                **_described(index, note, known.rollout if known else None, known.scores if known else {}),
                 "seed": known.seed if known else None,
                 "tag": of_prompt[0].tag if of_prompt else None,
-                "scores": {name: finite(value) for name, value in known.scores.items()} if known else {},
             }
         )
     return {"iteration": iteration, "pictures": found}
 
 
-def picture_file(run: RunFolder, iteration: int, index: int, folder: str = TILES) -> Path | None:
-    """The file of one picture, of those within the run's directory."""
-    return run.readable(tile_path(run.paths, iteration, index, folder))
+def _described(index: int, note: TileNote, rollout: str | None, scores: Mapping[str, float | None]) -> Json:
+    return {
+        "index": index,
+        "caption": note.caption[:_CAPTION_MAX],
+        "references": list(note.references[:_REFERENCES_MAX]),
+        "score": finite(note.score),
+        "rollout": rollout,
+        "scores": {name: finite(value) for name, value in scores.items()},
+    }
 
 
 def picture(run: RunFolder, iteration: int, index: int, folder: str = TILES) -> bytes | None:
-    """What :func:`picture_file` holds; None if there is none."""
+    """The file of one picture, of those within the run's directory; None if there is none."""
     return run.file(tile_path(run.paths, iteration, index, folder), PICTURE_BYTES_MAX)
 
 
-def reference_file(run: RunFolder, name: str) -> Path | None:
-    """The file of a picture that prompts are about, of those within the run's directory."""
-    try:
-        return run.readable(reference_path(run.paths, name))
-    except (ValueError, OSError):
-        return None
-
-
 def reference(run: RunFolder, name: str) -> bytes | None:
-    """What :func:`reference_file` holds; None if there is none."""
-    path = reference_file(run, name)
-    return None if path is None else run.file(path, PICTURE_BYTES_MAX)
+    """The file of a picture that prompts are about, as :func:`picture`."""
+    try:
+        path = reference_path(run.paths, name)
+    except ValueError:
+        return None
+    return run.file(path, PICTURE_BYTES_MAX)
 
 
 def _notes(run: RunFolder, iteration: int, folder: str = TILES) -> list[tuple[int, TileNote]]:

@@ -113,7 +113,7 @@ def said_before(run: RunFolder) -> Json | None:
 
 def headline(run: RunFolder) -> Json:
     """Name, state and iterations, for the list of runs; ``unreadable`` whatever is wrong with it."""
-    begun: Json = {"name": run.name, "iterations": 0, "planned": None}
+    begun = silent_headline(run.name)
     try:
         begun["asks_people"] = vote_curve(run) is not None
         begun["planned"] = run.settings().whole("iterations")
@@ -165,7 +165,7 @@ def history_and_findings(run: RunFolder, limits: RunLimits) -> tuple[History, li
     seconds = history.gpu_seconds_by_phase
     with run.reading_ledger() as connection:
         gone_at = spot_gone_at(connection) if history.state == "running" else None
-        ahead = outlook(run, connection) if limits.look_ahead else None
+        ahead = outlook(run, connection) if limits.look_ahead else RunOutlook()
     rows = [row for row in recent_rows(run, _REMEMBERED) if LOSS in row]
     return history, findings(
         history, seconds, rows, time.time(), gone_at, ahead, limits, _validated(run), damaged_lines(run)

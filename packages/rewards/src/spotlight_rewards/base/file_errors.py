@@ -50,11 +50,15 @@ def storage_error(what: str, path: Path, error: BaseException) -> StoreError:
 
 @contextmanager
 def storage_errors(what: str, path: Path) -> Iterator[None]:
-    """Turn a failed write in the block into :func:`storage_error`'s."""
+    """Turn a failed write in the block, also of safetensors, into :func:`storage_error`'s."""
     try:
         yield
-    except (OSError, sqlite3.Error) as error:
-        raise storage_error(what, path, error) from error
+    except UserError:  # may quote one
+        raise
+    except Exception as error:
+        if isinstance(error, OSError | sqlite3.Error) or _errno(error) is not None:
+            raise storage_error(what, path, error) from error
+        raise
 
 
 def needs_user(error: BaseException, path: Path) -> bool:

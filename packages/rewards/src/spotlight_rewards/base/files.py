@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from io import BufferedReader, BufferedWriter
 from pathlib import Path
 
@@ -72,6 +74,16 @@ def discard(path: Path) -> None:
     """
     with suppress(OSError):
         path.unlink(missing_ok=True)
+
+
+@contextmanager
+def removed_if_failed(folder: Path) -> Iterator[None]:
+    """Leave no half of a folder that is made in the block, or the same command would be refused for it."""
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def fsync_tree(folder: Path) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from spotlight_rewards.base.file_errors import is_there, storage_errors
+from spotlight_rewards.base.files import removed_if_failed
 from spotlight_rewards.geneval.mask2former import UNREAD
 from spotlight_rewards.geneval.vocabulary import OBJECTS
 from spotlight_rewards.models.pretrained_model import by_part, converted_state, first_line, renamed
@@ -111,7 +112,7 @@ def convert_checkpoint(checkpoint: Path, out: Path) -> tuple[str, int]:
     except RewardSetupError as error:
         raise RewardSetupError(f"{checkpoint}: {error}") from error
     model.config.converted_from = origin
-    with storage_errors("cannot write the detector", out):
+    with storage_errors("cannot write the detector", out), removed_if_failed(out):
         out.mkdir(parents=True, exist_ok=True)
         model.save_pretrained(out)
     return origin, len(state)
