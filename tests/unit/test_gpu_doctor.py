@@ -36,6 +36,7 @@ from spotlight_plan.commands.gpu.gpu_report import (
     whole_passes,
 )
 from spotlight_plan.commands.gpu.random_blocks import depth_of, random_blocks, with_depth
+from spotlight_rewards.base.errors import ConfigError
 
 CPU = torch.device("cpu")
 SMALL = Effort(product_side=64, copy_bytes=2**16, reduce_bytes=2**16, few=1, more=2, pass_s=0.0)
@@ -145,6 +146,16 @@ def test_the_whole_check_runs_on_two_devices(tmp_path: Path) -> None:
     assert "it is cpu" not in shown
     assert [few.depth for few in report.measured] == [{"num_layers": 1}, {"num_layers": 2}]
     assert json.loads(written.read_text()) == json.loads(json.dumps(asdict(report)))
+
+
+def test_a_place_that_takes_no_report_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_check, "_measured", lambda *_: pytest.fail("it was measured"))
+    path = tmp_path / "small.yaml"
+    path.write_text("model: {path: testbed}")
+    with pytest.raises(ConfigError, match="It is a folder: name a file in it"):
+        check_gpus(find_model(str(path), None), tmp_path, Console(), devices=[CPU], effort=SMALL)
 
 
 @pytest.mark.gpu
