@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from dataclasses import asdict
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,7 @@ from spotlight_plan.commands.gpu.gpu_report import (
     whole_passes,
 )
 from spotlight_plan.commands.gpu.random_blocks import depth_of, random_blocks, with_depth
+from spotlight_rewards.base.errors import ConfigError
 
 CPU = torch.device("cpu")
 SMALL = Effort(product_side=64, copy_bytes=2**16, reduce_bytes=2**16, few=1, more=2, pass_s=0.0)
@@ -147,6 +150,16 @@ def test_the_whole_check_runs_on_two_devices(tmp_path: Path) -> None:
     assert json.loads(written.read_text()) == json.loads(json.dumps(asdict(report)))
 
 
+def test_a_place_that_takes_no_report_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_check, "_measured", lambda *_: pytest.fail("it was measured"))
+    path = tmp_path / "small.yaml"
+    path.write_text("model: {path: testbed}")
+    with pytest.raises(ConfigError, match="It is a folder: name a file in it"):
+        check_gpus(find_model(str(path), None), tmp_path, Console(), devices=[CPU], effort=SMALL)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_the_command_runs_on_gpus(tmp_path: Path) -> None:
@@ -163,6 +176,21 @@ def test_an_all_reduce_that_takes_too_long_is_given_up() -> None:
     link = all_reduce_rate(2, 2**10, 0.0, backend="gloo")
     assert link.bus_bytes_s is None
     assert "no answer within 0 s" in link.trouble
+
+
+def test_a_process_that_cannot_be_started_is_a_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, started = SpawnProcess.start, []
+
+    def start(process: SpawnProcess) -> None:
+        if started:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        started.append(process)
+        real(process)
+
+    monkeypatch.setattr(SpawnProcess, "start", start)
+    link = all_reduce_rate(2, 2**10, 60.0, backend="gloo")
+    assert "Resource temporarily unavailable" in link.trouble
+    assert not multiprocessing.active_children()
 
 
 def test_a_process_that_fails_says_why() -> None:

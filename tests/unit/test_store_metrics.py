@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -168,6 +169,21 @@ def test_wandb_missing_is_an_error_with_the_remedy(tmp_path: Path, monkeypatch: 
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(StoreError, match=r"pip install 'spotlight-rl\[wandb\]'"):
         WeightsAndBiases(RunPaths(tmp_path), project="p", entity=None)
+
+
+def test_a_line_that_was_cut_off_makes_wandb_log_no_row_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged: list[int] = []
+    there = {"offline": True, "disabled": False, "entity": "e", "project": "p"}
+    started = SimpleNamespace(log=lambda values, step: logged.append(step), **there)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: started))
+    for iteration in (0, 1, 1):
+        WeightsAndBiases(RunPaths(tmp_path), project="p", entity=None).write(row(iteration, loss=1.0))
+        if iteration == 0:
+            remembered = tmp_path / "wandb-logged"
+            remembered.write_bytes(remembered.read_bytes()[:-3])
+    assert logged == [0, 1]
 
 
 PICTURE = np.zeros((8, 8, 3), np.uint8)

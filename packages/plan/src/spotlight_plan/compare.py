@@ -22,7 +22,7 @@ from spotlight_plan.simulation.scenario import GpuTimeline, IterationTime, Scena
 from spotlight_plan.simulation.virtual_driver import simulate
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationOutcome:
     """One strategy's metrics.
 
@@ -58,17 +58,17 @@ class SimulationOutcome:
     target_usd: float
     simulated_h: float
     simulated_usd: float
-    gpu_s: Mapping[tuple[NodeKind, Phase], float]
-    spot_idle_share: float
+    gpu_s: Mapping[tuple[NodeKind, Phase], float] = field(default_factory=dict)
+    spot_idle_share: float = math.nan
     preview_share: float
-    filled_s: Mapping[Filler, float]
-    overlapped_share: float
+    filled_s: Mapping[Filler, float] = field(default_factory=dict)
+    overlapped_share: float = 0.0
     early_share: float
-    dropped_share: float
-    preemptions: int
-    notices: int
-    trained: int
-    events: int
+    dropped_share: float = 0.0
+    preemptions: int = 0
+    notices: int = 0
+    trained: int = 0
+    events: int = 0
     first_h: float = math.nan
     first_usd: float = math.nan
     no_target: str = ""

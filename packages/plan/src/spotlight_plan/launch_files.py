@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from spotlight_plan.candidates import Candidate, Machine, shape_of
 from spotlight_plan.scenarios.prepared_scenario import Prepared
 from spotlight_plan.scenarios.profile import load_profile
 from spotlight_plan.scenarios.scenario_file import ScenarioFile
-from spotlight_plan.scenarios.strategies import PipelinePart, Strategy, strategy_named
+from spotlight_plan.scenarios.strategies import PipelinePart, strategy_named
 from spotlight_plan.scenarios.strategy_scenario import ranks_of, timesteps_per_pass
 from spotlight_rewards.base.errors import ConfigError, Problem
 from spotlight_rewards.base.output_files import require_folder, write_file
@@ -35,22 +35,6 @@ _PLACEHOLDERS = {
     "fleet.on_demand.stop": "COMMAND_THAT_STOPS_IT",
 }
 """Of commands that only the user can know, where the run's configuration does not have them."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Nodes:
-    """How many nodes of which machine hold the learner, and how many others there are."""
-
-    fixed: Machine
-    coming: Machine
-    fixed_nodes: int
-    coming_nodes: int
-    strategy: Strategy
-
-    @property
-    def others(self) -> str:
-        """What the other nodes are, as ``launch/ray-start.sh`` names it."""
-        return "reserved" if self.strategy.places.stays else "spot"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +61,11 @@ def launch_files(
         config: of the training run, such as examples/qwen-image-nft.yaml.
         settings: what the run is given beside it, of :func:`launch_settings`.
     """
-    strategy = strategy_named(candidate.strategy)
-    moved = candidate.reserved_nodes if strategy.learner_moves else 0
-    nodes = _Nodes(
-        candidate.reserved,
-        candidate.spot,
-        candidate.reserved_nodes - moved,
-        candidate.spot_nodes + moved,
-        strategy,
+    moved = candidate.reserved_nodes if strategy_named(candidate.strategy).learner_moves else 0
+    nodes = replace(
+        candidate,
+        reserved_nodes=candidate.reserved_nodes - moved,
+        spot_nodes=candidate.spot_nodes + moved,
     )
     about = f"# {shape_of(candidate)}: written by spotlight plan.\n#\n"
     reserved = _sky_reserved(templates["skypilot-reserved.yaml"], nodes, config, settings)
@@ -92,9 +73,9 @@ def launch_files(
         "skypilot-reserved.yaml": reserved,
         "start.sh": _commands(nodes, candidate, placeholders_in(settings)),
     }
-    if nodes.coming_nodes:
+    if nodes.spot_nodes:
         made["skypilot-spot.yaml"] = _sky_others(templates["skypilot-spot.yaml"], nodes)
-    if nodes.fixed_nodes > 1:
+    if nodes.reserved_nodes > 1:
         made["skypilot-more.yaml"] = _sky_more(templates["skypilot-spot.yaml"], nodes)
     job = _kuberay(templates["kuberay-rayjob.yaml"], nodes, config, settings)
     made["kuberay-rayjob.yaml"] = job
@@ -313,11 +294,11 @@ def strategy_settings(candidate: Candidate, prepared: Prepared) -> Iterator[str]
 # -- SkyPilot ------------------------------------------------------------------------------------------------
 
 
-def _sky_reserved(text: str, nodes: _Nodes, config: str, settings: str) -> str:
+def _sky_reserved(text: str, nodes: Candidate, config: str, settings: str) -> str:
     """The head's machine; without any reserved GPU, one without GPUs."""
-    machine = nodes.fixed if nodes.fixed_nodes else nodes.coming
+    machine = nodes.reserved if nodes.reserved_nodes else nodes.spot
     text = _resources(text, machine)
-    if not nodes.fixed_nodes:
+    if not nodes.reserved_nodes:
         text = re.sub(r"\n  (accelerators|instance_type): [^\n]*", "", text)
         text = text.replace("  use_spot: false", f"  {_HEAD_MACHINE}\n  use_spot: false")
     given = shlex.quote(config)
@@ -325,17 +306,17 @@ def _sky_reserved(text: str, nodes: _Nodes, config: str, settings: str) -> str:
     return _once(r"spotlight train [^\n]*", text, train)
 
 
-def _sky_others(text: str, nodes: _Nodes) -> str:
-    text = _resources(text, nodes.coming)
-    if nodes.others == "reserved":
-        text = text.replace("use_spot: true", "use_spot: false")
-        text = _once(r"SPOTLIGHT_KIND: spot[^\n]*", text, "SPOTLIGHT_KIND: reserved")
-    return text
+def _sky_others(text: str, nodes: Candidate) -> str:
+    text = _resources(text, nodes.spot)
+    return _staying(text) if strategy_named(nodes.strategy).places.stays else text
 
 
-def _sky_more(text: str, nodes: _Nodes) -> str:
+def _sky_more(text: str, nodes: Candidate) -> str:
     """Further machines of the learner, which stay."""
-    text = _resources(text, nodes.fixed).replace("name: spotlight-spot", "name: spotlight-more")
+    return _staying(_resources(text, nodes.reserved).replace("name: spotlight-spot", "name: spotlight-more"))
+
+
+def _staying(text: str) -> str:
     text = text.replace("use_spot: true", "use_spot: false")
     return _once(r"SPOTLIGHT_KIND: spot[^\n]*", text, "SPOTLIGHT_KIND: reserved")
 
@@ -350,7 +331,7 @@ def _resources(text: str, machine: Machine) -> str:
     return _once(r"  accelerators: [^\n]*", text, f"  accelerators: {machine.gpu_type}:{machine.gpus}{named}")
 
 
-def _commands(nodes: _Nodes, candidate: Candidate, to_replace: Sequence[str]) -> str:
+def _commands(nodes: Candidate, candidate: Candidate, to_replace: Sequence[str]) -> str:
     """A shell script with the commands of docs/howto/launch-with-skypilot.md."""
     lines = [
         "#!/usr/bin/env bash",
@@ -378,7 +359,7 @@ def _commands(nodes: _Nodes, candidate: Candidate, to_replace: Sequence[str]) ->
             2,
             "# The pools are in different places: join their networks (VPN, peering) first.",
         )
-    for count, name in ((nodes.fixed_nodes - 1, "more"), (nodes.coming_nodes, "spot")):
+    for count, name in ((nodes.reserved_nodes - 1, "more"), (nodes.spot_nodes, "spot")):
         if count > 0:
             lines.append(f"for i in $(seq 0 {count - 1}); do")
             lines.append(f'  sky jobs launch --yes --detach-run --name "spotlight-{name}-$i" \\')
@@ -393,7 +374,7 @@ def _commands(nodes: _Nodes, candidate: Candidate, to_replace: Sequence[str]) ->
 _COUNTED = ("evaluation.prompts=", "evaluation.images_per_prompt=")
 
 
-def _kuberay(text: str, nodes: _Nodes, config: str, settings: str) -> str:
+def _kuberay(text: str, nodes: Candidate, config: str, settings: str) -> str:
     """The job: groups of pods as large as machines. Without spot pods or trainers, their group has none."""
     prompts = "data.train=/opt/spotlight/examples/prompts/ocr_train.txt"
     held_out = "data.test=/opt/spotlight/examples/prompts/ocr_test.txt"
@@ -407,10 +388,11 @@ def _kuberay(text: str, nodes: _Nodes, config: str, settings: str) -> str:
     text = _once(r"entrypoint: >-\n.*?\n  submissionMode", text, entrypoint)
     head, trainer = text.split("      - groupName: trainer\n")
     trainer, spot = trainer.split("      - groupName: spot\n")
-    trainer = _group(trainer, nodes.fixed, nodes.fixed_nodes)
-    spot = _group(spot, nodes.coming, nodes.coming_nodes)
-    if nodes.strategy.places.stays:  # pods like the trainer's, without defining YAML's anchors again
-        spot = re.sub(r"&\w+", "", _group(trainer, nodes.coming, nodes.coming_nodes))
+    trainer = _group(trainer, nodes.reserved, nodes.reserved_nodes)
+    spot = _group(spot, nodes.spot, nodes.spot_nodes)
+    if strategy_named(nodes.strategy).places.stays:
+        # Pods like the trainer's, without defining YAML's anchors again.
+        spot = re.sub(r"&\w+", "", _group(trainer, nodes.spot, nodes.spot_nodes))
     return f"{head}      - groupName: trainer\n{trainer}      - groupName: spot\n{spot}"
 
 

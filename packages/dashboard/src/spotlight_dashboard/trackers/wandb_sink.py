@@ -64,7 +64,7 @@ class WeightsAndBiases:
         self._logged = set[str]()
         if self._remembered.exists():
             with open_regular(self._remembered) as file:
-                self._logged.update(file.read().decode().split("\n"))
+                self._logged.update(file.read().decode("utf-8", "replace").split("\n"))
         mode = "offline" if self._run.offline else "disabled" if self._run.disabled else "online"
         self._there = f"{self._run.entity or entity}/{self._run.project} {mode} {self._id}"
         self._log_missing(resume_at)
@@ -134,6 +134,6 @@ class WeightsAndBiases:
         self._run.log(dict(values), step=iteration)
         self._logged.add(entry)
         with self._remembered.open("a", encoding="utf-8") as file:
-            file.write(f"{entry}\n")
+            file.write(f"\n{entry}")  # not at the end of a line that was cut off
             file.flush()
             os.fsync(file.fileno())

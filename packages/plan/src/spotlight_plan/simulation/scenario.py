@@ -143,7 +143,7 @@ class IterationTimes:
         self._usd, self._trained = usd, trained
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationResult:
     """Result of a run.
 
@@ -165,19 +165,19 @@ class SimulationResult:
     """
 
     finished: bool
-    error: str | None
+    error: str | None = None
     end_s: float
     iterations: tuple[IterationTime, ...]
     phase_s: Mapping[tuple[NodeKind, Phase], float]
     cost_usd: Mapping[tuple[NodeKind, Phase], float]
-    gpus: tuple[GpuTimeline, ...]
+    gpus: tuple[GpuTimeline, ...] = ()
     preemptions: int
-    notices: int
-    trained: int
-    evaluated: int
-    explored: int
-    dropped: int
-    events: int
+    notices: int = 0
+    trained: int = 0
+    evaluated: int = 0
+    explored: int = 0
+    dropped: int = 0
+    events: int = 0
     explorations: tuple[Mapping[str, object], ...] = ()
     overlaps: tuple[ReportPipeline, ...] = ()
     on_demand: int = 0

@@ -162,17 +162,9 @@ class _Job:
     def result(self) -> SimulationResult:
         return SimulationResult(
             finished=self.is_done,
-            error=None,
             end_s=self.now,
             iterations=tuple(self.ended),
             phase_s=dict(self.seconds),
             cost_usd=dict(self.usd),
-            gpus=(),
             preemptions=self.losses,
-            notices=0,
-            trained=0,
-            evaluated=0,
-            explored=0,
-            dropped=0,
-            events=0,
         )

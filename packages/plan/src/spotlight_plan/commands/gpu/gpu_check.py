@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 
 import diffusers
@@ -40,7 +39,7 @@ from spotlight_plan.commands.gpu.gpu_report import (
 from spotlight_plan.commands.gpu.gpu_tables import print_report
 from spotlight_plan.commands.gpu.random_blocks import depth_of
 from spotlight_rewards.base.device_errors import is_out_of_memory
-from spotlight_rewards.base.file_errors import storage_errors
+from spotlight_rewards.base.output_files import require_place, write_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +77,11 @@ def check_gpus(
         devices: all are looked at, the first runs the model; none: every card that torch sees.
 
     Raises:
+        ConfigError: the file cannot be written; before anything is measured, where that is known.
         ModelError: not even a denoising forward of few blocks fits the first.
-        StorageError: the file cannot be written.
     """
+    if json_file is not None:
+        require_place(json_file)
     devices = devices or [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     if devices[0].type == "cuda":
         torch.cuda.set_device(devices[0])
@@ -95,9 +96,7 @@ def check_gpus(
         ) from error
     print_report(report, console)
     if json_file is not None:
-        with storage_errors("cannot write the report", json_file):
-            json_file.parent.mkdir(parents=True, exist_ok=True)
-            json_file.write_text(json.dumps(asdict(report), indent=1) + "\n", encoding="utf-8")
+        write_file(json_file, json.dumps(asdict(report), indent=1) + "\n")
         console.print(f"report: {json_file}", markup=False)
     return report
 
@@ -188,8 +187,7 @@ def _link(devices: Sequence[torch.device], effort: Effort, console: Console) -> 
         return None
     with _step(console, f"an all-reduce between {len(devices)} cards"):
         backend = "nccl" if devices[0].type == "cuda" else "gloo"
-        measured = partial(all_reduce_rate, len(devices), effort.reduce_bytes, effort.reduce_deadline_s)
-        return measured(backend=backend)
+        return all_reduce_rate(len(devices), effort.reduce_bytes, effort.reduce_deadline_s, backend=backend)
 
 
 def _versions() -> dict[str, str]:
