@@ -239,7 +239,9 @@ def test_export_gives_a_lora_and_a_merged_pipeline(trained: tuple[Path, str], tm
         "export", str(trained[0]), "--merged", "--dtype", "bfloat16", "--out", str(tmp_path / "half")
     )
     assert half.exit_code == 0, half.output
-    assert re.search(r"bfloat16 loses [0-9.]+% of the trained update \(at most [0-9.]+%, of \S+\)", half.output)
+    assert re.search(
+        r"bfloat16 loses [0-9.]+% of the trained update \(at most [0-9.]+%, of \S+\)", half.output
+    )
     assert "--dtype float32 keeps all of it" in half.output
     assert "torch_dtype=torch.bfloat16" in half.output
     assert "of the trained update" not in merged.output, "float32 weights in float32 files"
