@@ -44,7 +44,7 @@ $(STAMP): requirements.lock requirements-torch.lock pyproject.toml $(PACKAGES:=/
 	$(if $(TESSERACT),sh $(TESSERACT) || true)
 	@touch $@
 
-# Of each group of 32 pictures 8 are trained: of all that was compared, the least time to what all 16 of 16 reach.
+# Trains 8 of each group of 32 pictures: of the settings compared, the quickest to the score that 16 of 16 reach.
 demo: env ## Train the tiny Qwen-Image on emulated spot nodes that vanish; leaves runs/demo with pictures and LoRA
 	$(BIN)/spotlight train iterations=20 rollout.group_size=32 algorithm.train_samples=8 \
 		learner.micro_batch_size=48 fleet.driver=ray fleet.spot.trace=minute fleet.drain_margin_s=2

@@ -43,4 +43,4 @@ def test_the_snippet_runs() -> None:
 def test_the_configuration_is_valid_and_its_rewards_exist() -> None:
     (shown,) = (block for block in blocks("yaml") if "brightness" in block)
     config = RunConfig.model_validate(yaml.safe_load(shown))
-    assert [parse(reward.name).name for reward in config.rewards] == ["brightness", "jpeg_size"]
+    assert [parse(reward.name).attribute for reward in config.rewards] == ["brightness", "jpeg_size"]

@@ -56,7 +56,6 @@ _SIGNATURE = "function(images, prompts, metadata, **params)"
 class Reference:
     """Location of a reward's function; ``attribute`` may be dotted."""
 
-    name: str
     module: str
     attribute: str
 
@@ -87,7 +86,7 @@ def parse(name_or_path: str) -> Reference:
     module, colon, attribute = name_or_path.partition(":")
     if not colon and name_or_path in REWARDS:
         module, _, attribute = REWARDS.locate(name_or_path).partition(":")
-        return Reference(name_or_path, module, attribute)
+        return Reference(module, attribute)
     if name_or_path in _RETIRED:
         raise RewardSetupError(f"this version has no reward {name_or_path!r}. {_RETIRED[name_or_path]}")
     if not colon:
@@ -102,7 +101,7 @@ def parse(name_or_path: str) -> Reference:
             f"reward {name_or_path!r} is not of the form 'module:function'; expected a dotted module name "
             "(no slashes, no '.py') and a function in it, for example 'my_rewards:brightness'."
         )
-    return Reference(attribute.rpartition(".")[2], module, attribute)
+    return Reference(module, attribute)
 
 
 def load(

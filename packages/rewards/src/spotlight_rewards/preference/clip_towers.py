@@ -168,7 +168,7 @@ def load_towers(
 
     tokenizer = load_tokenizer(processor, key=key, remedy=remedy)
     return ClipTowers(
-        name, loaded.requires_grad_(False), identity, tokenizer=tokenizer, prepare=prepare,
+        name, loaded, identity, tokenizer=tokenizer, prepare=prepare,
         soft=partial(_softly, pixels), batch_size=batch_size,
     )  # fmt: skip
 
