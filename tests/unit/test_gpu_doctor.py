@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from dataclasses import asdict
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 import pytest
@@ -174,6 +176,21 @@ def test_an_all_reduce_that_takes_too_long_is_given_up() -> None:
     link = all_reduce_rate(2, 2**10, 0.0, backend="gloo")
     assert link.bus_bytes_s is None
     assert "no answer within 0 s" in link.trouble
+
+
+def test_a_process_that_cannot_be_started_is_a_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, started = SpawnProcess.start, []
+
+    def start(process: SpawnProcess) -> None:
+        if started:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        started.append(process)
+        real(process)
+
+    monkeypatch.setattr(SpawnProcess, "start", start)
+    link = all_reduce_rate(2, 2**10, 60.0, backend="gloo")
+    assert "Resource temporarily unavailable" in link.trouble
+    assert not multiprocessing.active_children()
 
 
 def test_a_process_that_fails_says_why() -> None:

@@ -45,7 +45,7 @@ def fitted_overrides(config: RunConfig, asked: str, ranks: int, console: Console
     if not found.fits:
         raise FitError(_refusal(title, found, nearest(found, needs)))
     if not found.changes:
-        console.print(f"{title}: nothing to change, {found.largest} takes {size(max(found.peaks.values()))}")
+        console.print(f"{title}: nothing to change, {_peak(found)}")
         return []
     _print(console, title, found)
     return found.overrides
@@ -72,17 +72,21 @@ def _memory(asked: str) -> tuple[float, float]:
 
 
 def _refusal(title: str, found: Fit, others: list[str]) -> str:
-    tried = (
-        " ".join(f"{each.saving.key}={plain(each.value)}" for each in found.changes)
-        or "all settings as they are"
-    )
-    most = size(max(found.peaks.values()))
+    tried = _changed(found) or "all settings as they are"
     nearest = "; ".join(others) or "none"
-    return f"{title}: {found.largest} takes {most} with {tried}. Nearest that fit: {nearest}."
+    return f"{title}: {_peak(found)} with {tried}. Nearest that fit: {nearest}."
+
+
+def _peak(found: Fit) -> str:
+    return f"{found.largest} takes {size(max(found.peaks.values()))}"
+
+
+def _changed(found: Fit) -> str:
+    return " ".join(f"{each.saving.key}={plain(each.value)}" for each in found.changes)
 
 
 def _print(console: Console, title: str, found: Fit) -> None:
-    console.print(f"{title}: {found.largest} takes {size(max(found.peaks.values()))} with")
+    console.print(f"{title}: {_peak(found)} with")
     for each in found.changes:
         saved = f"{each.phase} {size(each.before_bytes)} -> {size(each.after_bytes)}"
         was = f"(was {plain(each.was)}): {saved}; {each.saving.costs}"
@@ -97,7 +101,7 @@ def nearest(found: Fit, needs: Needs) -> list[str]:
         for size in sizes_of(found.config, needs.model)
         if size.height < now and fit(resized(found.config, size), needs.memory, found.usable_bytes).fits
     ]
-    gpus = [gib for gib in GPU_GIB if fit(found.config, needs.memory, USABLE * gib * 2**30).fits]
+    gpus = [gib for gib in GPU_GIB if fit(found.config, needs.memory, USABLE * gib * _GIB).fits]
     sizes = [f"rollout.height={size.height} rollout.width={size.width}" for size in smaller[-1:]]
     return [*sizes, *(f"a GPU of {gib} GB" for gib in gpus[:1])]
 
@@ -110,9 +114,8 @@ def small_fits(config: RunConfig, needs: Needs) -> Iterator[tuple[int, Fit]]:
 
 def _small_gpus(config: RunConfig, needs: Needs) -> Iterator[tuple[str, str, str]]:
     for gib, found in small_fits(config, needs):
-        changed = " ".join(f"{each.saving.key}={plain(each.value)}" for each in found.changes)
-        peak = f"{found.largest} takes {size(max(found.peaks.values()))}"
-        why = f"{peak} with {changed}" if changed else peak
+        changed = _changed(found)
+        why = f"{_peak(found)} with {changed}" if changed else _peak(found)
         yield f"a GPU of {gib} GB", "fits" if found.fits else "too small", why
 
 

@@ -13,12 +13,11 @@ from spotlight.registry import FAMILIES
 from spotlight_files.model_errors import ModelError
 from spotlight_files.pipeline_files import PipelineFiles
 from spotlight_plan.commands.fit.fit import Fit, fit
+from spotlight_plan.commands.gpu.asked_model import SIDE_PX, WORDS
 
-SIDE_PX, RANK = 512, 32
+RANK = 32
 VIDEO = 480, 832, 33
 """Height, width and frames."""
-_WORDS = 29
-"""Of a prompt: 64 tokens where they are not padded."""
 _GUIDANCE = 4.0
 
 
@@ -67,7 +66,7 @@ def usual_needs(config: RunConfig) -> Needs:
     if not isinstance(model, ModelSizes):
         raise ModelError(f"model.path={config.model.path} has no published sizes; expected a published model")
     trained = lora_parameters(bind_targets(model, family.lora_targets), RANK)
-    tokens = family.planned_text_tokens(_WORDS, config.model.max_text_tokens) + family.reference_tokens
+    tokens = family.planned_text_tokens(WORDS, config.model.max_text_tokens) + family.reference_tokens
     return Needs(model, trained, tokens, reward_places(config))
 
 

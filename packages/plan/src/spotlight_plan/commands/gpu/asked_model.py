@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from spotlight.models.family import ModelFamily
 
 SIDE_PX = 512
-_WORDS = 29
+WORDS = 29
 """Of a prompt: 64 tokens where they are not padded."""
 
 
@@ -45,7 +45,7 @@ class AskedModel:
 
     @property
     def text_tokens(self) -> int:
-        return self.family.planned_text_tokens(_WORDS, self.config.model.max_text_tokens)
+        return self.family.planned_text_tokens(WORDS, self.config.model.max_text_tokens)
 
     @property
     def planned_tokens(self) -> int:

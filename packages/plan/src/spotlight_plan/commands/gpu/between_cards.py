@@ -34,8 +34,9 @@ def all_reduce_rate(cards: int, size_bytes: int, deadline_s: float, *, backend: 
             for rank in range(cards):
                 here, there = context.Pipe(duplex=False)
                 arguments = (rank, cards, backend, Path(folder) / "store", size_bytes, deadline_s, there)
-                children.append(context.Process(target=_member, args=arguments, daemon=True))
-                children[-1].start()
+                child = context.Process(target=_member, args=arguments, daemon=True)
+                child.start()
+                children.append(child)
                 there.close()
                 pipes.append(here)
             waiting, seconds = set(pipes), [0.0]
@@ -49,6 +50,8 @@ def all_reduce_rate(cards: int, size_bytes: int, deadline_s: float, *, backend: 
                         return Link(cards, size_bytes, None, answer)
                     seconds.append(answer)
                     waiting.discard(pipe)
+        except OSError as error:  # no process or memory to be had
+            return Link(cards, size_bytes, None, str(error))
         finally:
             for child in children:
                 child.kill()

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 
 import diffusers
@@ -188,8 +187,7 @@ def _link(devices: Sequence[torch.device], effort: Effort, console: Console) -> 
         return None
     with _step(console, f"an all-reduce between {len(devices)} cards"):
         backend = "nccl" if devices[0].type == "cuda" else "gloo"
-        measured = partial(all_reduce_rate, len(devices), effort.reduce_bytes, effort.reduce_deadline_s)
-        return measured(backend=backend)
+        return all_reduce_rate(len(devices), effort.reduce_bytes, effort.reduce_deadline_s, backend=backend)
 
 
 def _versions() -> dict[str, str]:
