@@ -519,6 +519,21 @@ def test_a_reader_brings_what_it_needs_and_follows_the_run(
     assert not copy.run.exists(), "a run that the bucket does not hold any more is still shown"
 
 
+def test_a_reader_follows_a_file_that_becomes_a_folder_and_a_file_again(
+    head: Head, objects: Objects, tmp_path: Path
+) -> None:
+    head.begin()
+    copy, place = ReadCopy(tmp_path / "two", "demo", objects), head.run / "notes"
+    for path in (place, place / "first", place):
+        shutil.rmtree(place, ignore_errors=True)
+        place.unlink(missing_ok=True)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("a note")
+        head.replicator.sync()
+        assert copy.renew(is_light)
+        assert (copy.run / path.relative_to(head.run)).read_text() == "a note"
+
+
 def test_a_disk_that_takes_no_writes_any_more_is_an_error_with_a_remedy(
     head: Head, objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 from obstore.store import MemoryStore
 
+from spotlight.store.run_summary import RunSummary, SampleCounts
 from spotlight_bucket import follow_head
 from spotlight_bucket.bucket_objects import BucketError, Objects
 from spotlight_bucket.follow_head import FINISHED, follow, head_of
 from spotlight_bucket.lease import HEAD, Holder, claim
-from spotlight_bucket.snapshots import RunSnapshot, StoredFile, append, take_over
+from spotlight_bucket.snapshots import CHUNKS, RunSnapshot, StoredFile, append, chunk_name, take_over
 
 COPY = "1" * 32
 JOIN = ("bash", "-c", 'echo "$0" >>"$1"; sleep 60 & wait')
@@ -45,11 +46,26 @@ def test_the_lease_tells_where_the_head_is_until_the_run_has_finished() -> None:
     assert head_of(objects) == "10.0.0.5:6379"
     lease.release()
     assert head_of(objects) is None, "it was stopped"
-    append(objects, RunSnapshot(base.serial + 1, base.epoch, COPY, {"summary.json": StoredFile(0, ())}))
-    assert head_of(objects) == FINISHED
+    for serial, (trained, planned) in enumerate([(2, 2), (2, 3), (3, 3)], base.serial + 1):
+        texts = {"summary.json": summary_of(trained), "config.yaml": f"iterations: {planned}\n"}
+        files = {name: stored(objects, text.encode()) for name, text in texts.items()}
+        append(objects, RunSnapshot(serial, base.epoch, COPY, files))
+        assert head_of(objects) == (FINISHED if trained == planned else None), "stopped, and not at its end"
     again = claim(objects, COPY, print, address="10.0.0.6:6379")
     assert again.holder.epoch == lease.holder.epoch + 1
     assert head_of(objects) == "10.0.0.6:6379", "it trains on"
+
+
+def summary_of(iterations: int) -> str:
+    return json.dumps(
+        asdict(RunSummary(iterations, (), None, 9.0, {}, 0.25, SampleCounts(10, 10, {}), None, 3))
+    )
+
+
+def stored(objects: Objects, content: bytes) -> StoredFile:
+    chunk = chunk_name(1, content)
+    objects.put(f"{CHUNKS}/{chunk}", content)
+    return StoredFile(len(content), (chunk,))
 
 
 @pytest.mark.parametrize("address", ["$(reboot):1", "10.0.0.5", "10.0.0.5:x", "a b:1"])

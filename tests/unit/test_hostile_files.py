@@ -53,6 +53,7 @@ from spotlight.store.store_errors import DamagedCheckpointError, LedgerError
 from spotlight.training.learner_state import INDEX, StateError, load_weights
 from spotlight_bucket.run_files import pointer_of
 from spotlight_dashboard.report_pictures import embedded
+from spotlight_dashboard.views.gallery import PICTURE_BYTES_MAX
 from spotlight_files.lora_file import read_lora
 from spotlight_files.model_errors import ModelError
 from spotlight_files.pipeline_files import check_weights, read_json, weight_files
@@ -60,7 +61,7 @@ from spotlight_fleet.traces.trace import TraceError
 from spotlight_fleet.traces.trace_files import parse_trace
 from spotlight_rewards.ballots import BallotBox
 from spotlight_rewards.base.file_errors import StoreError
-from spotlight_rewards.base.files import lasting_id
+from spotlight_rewards.base.files import lasting_id, read_regular
 from spotlight_rewards.base.media_files import open_picture, read_media
 from spotlight_rewards.base.picture_page import picture_of
 from spotlight_rewards.base.terminal import printable
@@ -94,8 +95,13 @@ def png(width: int, height: int, frames: int = 1) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
 
 
+def in_a_report(path: Path) -> str:
+    """As a report reads a picture that is within the run."""
+    return embedded(read_regular(path, PICTURE_BYTES_MAX))
+
+
 READERS: dict[str, tuple[Callable[[Path], object], type[Exception]]] = {
-    "report": (embedded, OSError),
+    "report": (in_a_report, OSError),
     "score": (read_media, StoreError),
     "reference": (picture_of, OSError),
 }

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import signal
 import socket
@@ -23,10 +24,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from spotlight.store.run_directory import RunPaths
+from spotlight.store.run_summary import read_summary
 from spotlight_bucket.bucket_objects import BucketError, Objects, open_objects
 from spotlight_bucket.lease import holder_of
-from spotlight_bucket.snapshots import newest_snapshot
+from spotlight_bucket.receiving import receive
+from spotlight_bucket.snapshots import RunSnapshot, newest_snapshot
+from spotlight_rewards.base.file_errors import StoreError
 
 WAIT_S = 900.0
 _LOOKS_EVERY_S = 5.0
@@ -34,19 +41,33 @@ _CONNECT_S = 5.0
 _ENDS_S = 30.0
 """What the command is left to end in, before it is killed with its process group."""
 FINISHED = "finished"
+_ITERATIONS = re.compile(rb"^iterations: (\d{1,15})$", re.MULTILINE)
 
 
 def head_of(objects: Objects) -> str | None:
     """Address of the cluster of the run's head; :data:`FINISHED`; None: no head has it, or it told none.
 
-    Raises BucketError.
+    Raises StoreError.
     """
     if (holder := holder_of(objects)) is None:
         return None
     if not holder.released:
         return holder.address or None
     newest = newest_snapshot(objects)
-    return FINISHED if newest is not None and "summary.json" in newest.files else None
+    return FINISHED if newest is not None and _is_finished(objects, newest) else None
+
+
+def _is_finished(objects: Objects, newest: RunSnapshot) -> bool:
+    """Whether its summary is of all iterations: one that had finished may go on with more, and be stopped."""
+    with TemporaryDirectory() as folder:
+        paths = RunPaths(Path(folder))
+        wanted = (paths.summary.name, paths.config.name)
+        if not newest.files.keys() >= {*wanted}:
+            return False
+        receive(objects, {name: newest.files[name] for name in wanted}, paths.path)
+        trained = read_summary(paths.summary).iterations
+        planned = _ITERATIONS.search(paths.config.read_bytes())
+    return planned is not None and trained >= int(planned[1])
 
 
 def follow(
@@ -91,7 +112,7 @@ def _beside(address: str, look: Callable[[], str | None], command: list[str], to
 def _looked(look: Callable[[], str | None]) -> str | None:
     try:
         return look()
-    except BucketError as error:
+    except StoreError as error:
         _say(str(error))
         return None
 

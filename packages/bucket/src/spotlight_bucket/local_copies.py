@@ -168,11 +168,11 @@ class ReadCopy:
         known = self._known()
         chosen = {path: file for path, file in snapshot.files.items() if wanted(path)}
         changed = {path: file for path, file in chosen.items() if known.get(path) != file.chunks}
-        receive(self._objects, changed, self.run)
-        for path in known.keys() - snapshot.files.keys():
+        for path in known.keys() - snapshot.files.keys():  # first: a folder may be where a file was
             (self.run / path).unlink(missing_ok=True)
             with suppress(OSError):  # a folder is left only where something is in it
                 os.removedirs((self.run / path).parent)
+        receive(self._objects, changed, self.run)
         kept = {path: chunks for path, chunks in known.items() if path in snapshot.files}
         kept |= {path: file.chunks for path, file in chosen.items()}
         write_atomically(self._index, json.dumps(kept).encode())
