@@ -50,6 +50,12 @@ class RunStore(Protocol):
     def read(self, address: str, name: str, cache: Path, wanted: Wanted) -> Path:
         """A copy of a run's directory, as new as the address has it; no folder, if it has no such run."""
 
+    def read_all(self, address: str, cache: Path, wanted: Wanted) -> Path | None:
+        """The folder with copies of all runs that are there, and of no other; None: there are none.
+
+        One that cannot be read keeps no other from being renewed.
+        """
+
     def names(self, address: str) -> list[str]:
         """The runs that are there."""
 
@@ -95,9 +101,8 @@ def stored_run(text: str, wanted: Wanted) -> Path | None:
         return None
     run = found.store.read(found.address, name, default_cache(), wanted)
     if not RunPaths(run).config.is_file():
-        others = (
-            each for each in found.store.names(found.address) if each != name
-        )  # a name may be taken only
+        # The name itself may be held by a head that has written nothing.
+        others = (each for each in found.store.names(found.address) if each != name)
         there = ", ".join(others) or "none"
         raise StoreError(f"{text}: no run {name!r} is in {found.address}; the runs there: {there}.")
     return run
@@ -115,18 +120,6 @@ def local_folder(place: Path, wanted: Wanted = Wanted.LIGHT) -> Path:
         run = above.store.read(above.address, place.name, cache, wanted)
         if RunPaths(run).config.is_file():
             return run
-    names = found.store.names(found.address)
-    copies, refused = list[Path](), list[StoreError]()
-    for name in names:
-        try:
-            copies.append(found.store.read(found.address, name, cache, wanted))
-        except StoreError as error:  # no reason to keep the others from their readers
-            refused.append(error)
-    if refused:
-        raise refused[0]
-    if not copies:
+    if (folder := found.store.read_all(found.address, cache, wanted)) is None:
         raise StoreError(f"{found.address}: no runs are there. Start one: spotlight train runs_dir=ADDRESS.")
-    folder = copies[0].parent
-    for gone in {each.name for each in folder.iterdir() if each.is_dir()} - {*names}:
-        found.store.read(found.address, gone, cache, wanted)  # which drops its copy
     return folder
