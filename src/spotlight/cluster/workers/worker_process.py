@@ -174,14 +174,12 @@ class WorkerProcess:
         family = build.load_family(config, self._place.device, read_transformer=False)
         try:
             with filling(family.transformer) as targets:
-                fetch_from_peer(self._socket(peer), self._base_mark(), targets, modules_of(targets))
+                socket = self._cache.directory / f"{_file_name(peer)}.sock"
+                fetch_from_peer(socket, self._base_mark(), targets, modules_of(targets))
         except PeerLostError as error:
             log.warning("base weights are read from disk: %s", error)
             return None
         return family
-
-    def _socket(self, worker: WorkerId) -> Path:
-        return self._cache.directory / f"{_file_name(worker)}.sock"
 
     def _base_mark(self) -> str:
         model = self._config.model

@@ -188,9 +188,8 @@ def _cuda_graphs() -> Capture:
             # Other threads of the process, such as scorers, use the device meanwhile.
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 output = run()
-        except RuntimeError as error:
-            if is_out_of_memory(error):
-                pool = torch.cuda.graph_pool_handle()  # blocks of this one may live on, in the traceback
+        except RuntimeError:
+            pool = torch.cuda.graph_pool_handle()  # blocks of this one may live on, in the traceback
             raise
         return output, graph.replay
 

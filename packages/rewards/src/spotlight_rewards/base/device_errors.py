@@ -22,9 +22,10 @@ _LOST = re.compile(
     re.IGNORECASE,
 )
 # Not all memory is from torch's allocator: libraries, kernels as they are loaded, and the CPU have their own.
+# Not cuDNN's INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED: while a CUDA graph is captured, it means a refusal.
 _NO_MEMORY = re.compile(
     r"DefaultCPUAllocator: |CUDA (?:driver )?error: out of memory|Triton Error \[CUDA\]: out of memory|"
-    r"CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_(?:ALLOC_FAILED|INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED)"
+    r"CU(?:BLAS|DNN)_STATUS_ALLOC_FAILED"
 )
 
 
