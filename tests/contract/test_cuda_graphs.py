@@ -233,15 +233,23 @@ def test_forwards_with_gradients_run_eagerly() -> None:
     assert not made
 
 
+@pytest.mark.parametrize(
+    "out_of_memory",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+    ids=["torch", "cublas"],
+)
 @torch.no_grad()
-def test_what_cannot_be_captured_is_an_error_and_memory_is_given_back() -> None:
+def test_what_cannot_be_captured_is_an_error_and_memory_is_given_back(out_of_memory: RuntimeError) -> None:
     forward, _ = captured(RuntimeError("operation not permitted when stream is capturing"))
     forward(torch.ones(2))
     with pytest.raises(ModelError, match=r"_Doubled cannot be captured: operation not.*set the key to false"):
         forward(torch.ones(2))
-    forward, made = captured(torch.OutOfMemoryError("CUDA out of memory"))
+    forward, made = captured(out_of_memory)
     forward(torch.ones(2))
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(type(out_of_memory), match="CUDA"):
         forward(torch.ones(2))
     forward(torch.ones(2))
     assert len(made) == 1, "the halved batch starts over"

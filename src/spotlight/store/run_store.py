@@ -95,18 +95,19 @@ def stored_run(text: str, wanted: Wanted) -> Path | None:
         return None
     run = found.store.read(found.address, name, default_cache(), wanted)
     if not RunPaths(run).config.is_file():
-        others = (
-            each for each in found.store.names(found.address) if each != name
-        )  # a name may be taken only
-        there = ", ".join(others) or "none"
+        # A run may have no more than its name yet.
+        there = ", ".join(each for each in found.store.names(found.address) if each != name) or "none"
         raise StoreError(f"{text}: no run {name!r} is in {found.address}; the runs there: {there}.")
     return run
 
 
-def local_folder(place: Path, wanted: Wanted = Wanted.LIGHT) -> Path:
+def local_folder(place: Path, tell: Callable[[str], object], wanted: Wanted = Wanted.LIGHT) -> Path:
     """The folder at a place; of an address, one with copies of the runs there, or of the run that it is.
 
-    Raises as :func:`stored_run`.
+    Args:
+        tell: is told why one of several runs cannot be read.
+
+    Raises as :func:`stored_run`, also if no run there can be read.
     """
     if (found := stored_runs(place)) is None:
         return place
@@ -122,10 +123,12 @@ def local_folder(place: Path, wanted: Wanted = Wanted.LIGHT) -> Path:
             copies.append(found.store.read(found.address, name, cache, wanted))
         except StoreError as error:  # no reason to keep the others from their readers
             refused.append(error)
-    if refused:
-        raise refused[0]
     if not copies:
+        if refused:
+            raise refused[0]
         raise StoreError(f"{found.address}: no runs are there. Start one: spotlight train runs_dir=ADDRESS.")
+    for error in refused:
+        tell(str(error))
     folder = copies[0].parent
     for gone in {each.name for each in folder.iterdir() if each.is_dir()} - {*names}:
         found.store.read(found.address, gone, cache, wanted)  # which drops its copy

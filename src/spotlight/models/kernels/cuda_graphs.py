@@ -26,6 +26,7 @@ from spotlight.models.experts import denoisers
 from spotlight.models.shared.sharded import gathers
 from spotlight.models.slots import WeightSlots
 from spotlight_files.model_errors import ModelError
+from spotlight_rewards.base.device_errors import is_out_of_memory
 
 KINDS_MAX = 64
 """Kinds of forwards that a transformer remembers; then it forgets the one that was not used for longest."""
@@ -119,10 +120,10 @@ class CapturedForward:
 
         try:
             output, replay = self._capture(run)
-        except torch.OutOfMemoryError:
-            self._seen.clear()
-            raise
         except RuntimeError as error:
+            if is_out_of_memory(error):
+                self._seen.clear()
+                raise
             raise ModelError(
                 f"model.cuda_graphs is true, and a forward of {type(self._module).__name__} cannot be "
                 f"captured: {error}: set the key to false"
@@ -187,8 +188,9 @@ def _cuda_graphs() -> Capture:
             # Other threads of the process, such as scorers, use the device meanwhile.
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 output = run()
-        except torch.OutOfMemoryError:
-            pool = torch.cuda.graph_pool_handle()  # blocks of this one may live on, in the traceback
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                pool = torch.cuda.graph_pool_handle()  # blocks of this one may live on, in the traceback
             raise
         return output, graph.replay
 
