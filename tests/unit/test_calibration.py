@@ -425,6 +425,10 @@ def test_a_run_that_gives_no_profile_hides_no_other_figures_from_an_estimate(tmp
     found = estimate_pace(config, 1)
     assert isinstance(found, RunPace), found
     assert "the figures of the run measured" in found.rests_on
+    pairs = load_config(None, [*SETTINGS, f"runs_dir={tmp_path}", "fleet.sequence_parallel.degrees=[1, 2]"])
+    never_paired = estimate_pace(pairs, 1)
+    assert isinstance(never_paired, RunPace), never_paired
+    assert "the figures of the run measured" in never_paired.rests_on
     shutil.rmtree(measured)
     shipped = estimate_pace(config, 1)
     assert isinstance(shipped, RunPace), shipped

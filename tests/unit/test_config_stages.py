@@ -68,7 +68,7 @@ def test_a_command_overrides_its_stage(tmp_path: Path) -> None:
         ("stages: {a: {step: 1}}", ["stage=a"], "step: found an unknown key"),
         ("stages: {a: {iterations: 2026-01-01}}", ["stage=a"], "iterations: found '2026-01-01'"),
         ("{model: qwen, stages: {a: {}, b: {}}}", ["stage=b"], "model: found 'qwen'; expected a section"),
-        (FILE, ["stage=rl", "runs_dir=s3://b/c"], "runs_dir: found s3:/+b/c; expected a folder with stages"),
+        (FILE, ["stage=rl", "runs_dir=s3://b/c"], "runs_dir: found s3:/+b/c; expected a folder, because"),
         (
             FILE,
             ["stage=rl", "learner.mode=full"],

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 import pytest
 from metadata_server import VM, FakeMetadata, metadata, serving
 
+from spotlight_fleet.notices import clouds
 from spotlight_fleet.notices.aws import ACTION, REBALANCE, TOKEN, AwsNotices
 from spotlight_fleet.notices.azure import AzureNotices
 from spotlight_fleet.notices.clouds import cloud_source, find_cloud
@@ -358,6 +359,13 @@ def test_the_cloud_is_recognised_and_what_is_pending_is_seen_at_once(cloud: str)
         source = asyncio.run(find_cloud(MetadataServer(fake.url), timeout_s=10.0))
         assert type(source) is type(cloud_source(cloud, MetadataServer()))
         assert len(asyncio.run(asyncio.wait_for(source.read(), 10.0)).pending) == 1
+
+
+def test_programs_need_not_name_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    with metadata("aws") as fake:
+        monkeypatch.setattr(clouds, "MetadataServer", lambda: MetadataServer(fake.url))
+        found = asyncio.run(find_cloud(timeout_s=10.0))
+    assert type(found) is type(cloud_source("aws", MetadataServer()))
 
 
 def test_no_cloud_is_reported_with_what_each_question_met() -> None:

@@ -430,6 +430,9 @@ def test_commands_that_only_the_user_knows_are_placeholders_that_start_nothing(t
 
 def test_the_repository_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = read_templates()
+    monkeypatch.setitem(read_templates.__globals__, "__file__", "/opt/spotlight_plan/launch_files.py")
+    assert read_templates() == here
+    monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
     assert read_templates() == here
 

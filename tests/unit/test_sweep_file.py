@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from test_calibration import write_run
 from typer.testing import CliRunner
 
 from spotlight.cli.config_command import split_arguments
@@ -133,6 +134,18 @@ def test_a_dry_run_lists_runs_and_does_nothing(tmp_path: Path) -> None:
     assert [line.split()[1:3] for line in result.output.splitlines()[1:3]] == [["4", "0"], ["8", "0"]]
     assert "--measured RUN" in result.output
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_dry_run_rests_on_the_run_that_is_named_or_says_why_not(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "runs" / "demo")
+    text = f"set: {{runs_dir: {tmp_path}/runs}}\ngrid: {{run_seed: [0]}}"
+    command = ["sweep", str(written(tmp_path, text)), "--dry-run", "--measured", str(run)]
+    assert "estimated from what demo took" in CliRunner().invoke(app, command).output
+    rows = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(rows[:2]))
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == EXIT_NOT_STARTED
+    assert "expected a run of which three iterations or more" in " ".join(result.output.split())
 
 
 def test_runs_together_on_one_cluster_are_refused(tmp_path: Path) -> None:

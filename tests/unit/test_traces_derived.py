@@ -118,6 +118,16 @@ def test_an_impossible_specification_names_the_field(change: dict[str, float]) -
         replace(TraceSpec(seed=0, horizon_s=3600, nodes=2), **change)  # type: ignore[arg-type]
 
 
+def test_traces_that_would_fill_the_memory_are_refused() -> None:
+    spec = TraceSpec(seed=0, horizon_s=3600, nodes=2)
+    for change in ({"horizon_s": 1e15}, {"nodes": 10**9}, {"bursts_per_h": 1e9}, {"mean_uptime_s": 1e-9}):
+        with pytest.raises(TraceError, match="events; expected at most 10,000,000"):
+            replace(spec, **change, mean_downtime_s=0.0)  # type: ignore[arg-type]
+    for hours in (1e12, 1e300):
+        with pytest.raises(TraceError, match="events; expected at most 10,000,000"):
+            repeat(Trace((), 10.0, "made"), hours * 3600)
+
+
 @given(specs, st.floats(1, 300))
 def test_notices_come_a_lead_before_and_never_before_the_node(spec: TraceSpec, lead_s: float) -> None:
     plain = generate(replace(spec, notice_lead_s=0.0))

@@ -176,6 +176,12 @@ def test_a_name_that_csv_cannot_give_back_is_refused_by_it_alone(tmp_path: Path,
     assert read_trace(tmp_path / "trace.jsonl").events == trace.events
 
 
+@pytest.mark.parametrize("name", ["a\tb", "a\u00a0b", "a\u2028b", " a ", '"a', "#"])
+def test_other_names_survive_csv(name: str) -> None:
+    trace = Trace((TraceEvent(0.0, TraceEventKind.ADD, name, 1),), 10.0, "made")
+    assert parse_trace(to_csv(trace), "made") == trace
+
+
 def test_places_that_cannot_be_read_or_written(tmp_path: Path) -> None:
     (tmp_path / "bytes.csv").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(TraceError, match="no text"):

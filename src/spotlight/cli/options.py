@@ -35,7 +35,7 @@ CurveOption: TypeAlias = Annotated[
     typer.Option(
         "--by",
         metavar="CURVE",
-        help="With --best: best by this validation curve, such as pickscore (default: the judged one).",
+        help="With --best: validation curve to judge by, such as pickscore (default: the run's).",
     ),
 ]
 DeviceOption: TypeAlias = Annotated[Device, typer.Option("--device", help="Where the model runs.")]

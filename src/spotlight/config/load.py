@@ -101,7 +101,7 @@ def load_run(directory: Path, overrides: Sequence[str] = (), *, forks: bool = Fa
     for override in overrides:
         apply_override(tree, override)
     if tree["name"] != own and not forks:
-        remedy = f"Leave it out; or begin another run with its checkpoint: --fork {directory} --name NEW."
+        remedy = f"Leave it out; or begin another run from its checkpoint: --fork {directory} --name NEW."
         raise ConfigError(source, [Problem("name", repr(tree["name"]), f"{own!r}, the run's", remedy)])
     return build_config(tree, source).naming_run()
 
@@ -136,7 +136,7 @@ def _halves(tree: Mapping[str, Any]) -> Iterator[Problem]:
     for key, value in settings_in(tree):
         if _HALF.search(json.dumps(value, ensure_ascii=False, default=str)):
             yield Problem(
-                key, ascii(value), "text in UTF-8", "Write it so, if need be after renaming a file."
+                key, ascii(value), "text in UTF-8", "Write it in UTF-8; rename the file if need be."
             )
 
 

@@ -55,21 +55,21 @@ REMOVED = (
     Removed(
         "exploration.fidelity_min",
         (None,),
-        "Previews choose seeds however they rank: leave it out, watch the metric "
+        "Previews choose seeds however well they rank: leave it out, watch the metric "
         "exploration/fidelity/reward/tau_by_slope, and preview with more exploration.steps where it is low.",
     ),
     Removed(
         "exploration.policy",
         (),
-        "Nothing was measured to gain by it: set exploration.policy=max_variance.",
+        "It brought no measured gain: set exploration.policy=max_variance.",
         value="proportional",
         read_as="random",  # both choose by chance
     ),
     Removed(
         "learner.gradient_checkpointing",
         (False,),
-        "Set learner.recompute: blocks for true, a number as it was; elementwise keeps matrix products, and "
-        "is faster than blocks.",
+        "Set learner.recompute to blocks for true, to the same number for a number; elementwise keeps "
+        "matrix products, and is faster than blocks.",
         now="learner.recompute",
         values=((True, "blocks"), (False, "none")),
     ),
@@ -107,7 +107,7 @@ def _taken_out(tree: dict[str, Any], removed: Removed) -> Iterator[Problem]:
         now = (removed.now or "").rpartition(".")[2]
         if now in node:
             yield Problem(
-                removed.key, repr(value), f"only {removed.now}, its new name, is set", "Leave it out."
+                removed.key, repr(value), f"only {removed.now}, its new name", "Leave the old name out."
             )
             return
         if now:

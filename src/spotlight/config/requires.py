@@ -104,7 +104,7 @@ class Requires(Generic[Run]):
         key: the key to change; one ``*`` stands for every index of a list (``rewards.*.device``), and for the
             same index in ``when``.
         when: keys and values under which this applies, all together; ``{}``: always.
-        needs: of the key's value; where the key's section is off, nothing.
+        needs: what the key's value has to be; nothing where its section is off.
         remedy: what to do, in sentences, with ``{key}`` as in :class:`That`; or what computes them.
         found: what the message quotes, likewise, where the key's value alone would not show the fault.
     """

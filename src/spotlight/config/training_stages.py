@@ -39,7 +39,7 @@ class ChosenStage:
         training, runs_dir = tree.get("name", "demo"), str(tree.get("runs_dir", "runs"))
         tree["name"] = f"{training}-{self.name}"
         if "://" in runs_dir:
-            problem = Problem("runs_dir", runs_dir, "a folder with stages, which read each other's LoRAs",
+            problem = Problem("runs_dir", runs_dir, "a folder, because stages read each other's LoRAs",
                               "Set runs_dir to a folder.")  # fmt: skip
             raise ConfigError(source, [problem])
         model = tree.get("model") or {}

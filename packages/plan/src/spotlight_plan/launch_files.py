@@ -215,7 +215,7 @@ def read_templates() -> dict[str, str]:
     Raises:
         ConfigError: there are none.
     """
-    for root in (Path.cwd(), Path(__file__).parents[4]):
+    for root in (Path.cwd(), *Path(__file__).parents[4:5]):
         paths = {name: root / "launch" / name for name in _TEMPLATES}
         if all(path.is_file() for path in paths.values()):
             return {name: path.read_text(encoding="utf-8") for name, path in paths.items()}

@@ -142,7 +142,7 @@ def _passes(plan: RunPlan) -> Iterator[tuple[str, str, str]]:
 def _parameters(plan: RunPlan) -> Iterator[tuple[str, str, str]]:
     if isinstance(plan.model, NotHere) or plan.parameters_trained is None:
         remedy = plan.model.remedy if isinstance(plan.model, NotHere) else ""
-        where = "no directory here, and not in the hub's cache"
+        where = "not a directory here, and not in the hub's cache"
         yield "of the DiT", "unknown", f"{where}; get it with: {remedy}"
         return
     model = plan.model
@@ -219,11 +219,11 @@ def _fleet(config: RunConfig, fleet: FleetPlan) -> Iterator[tuple[str, str, str]
     spot, ranks = config.fleet.spot, config.fleet.learner_ranks
     beside = " and roll out" if config.pipeline.trainers_generate else ""
     trains, moves = f"{ranks} of them train{beside}", config.fleet.learner_moves
-    head = "for the controller alone" if fleet.reserved_slots == 0 else "they roll out"
+    head = "only for the controller" if fleet.reserved_slots == 0 else "they roll out"
     yield "reserved slots", count(fleet.reserved_slots), head if moves else trains
     if config.fleet.learner_placement == "spot_then_on_demand":
         after = f"when the learner has waited {config.fleet.on_demand.after_s:g} s"
-        yield "slots on demand", count(ranks), f"{after}, {money(ranks * config.fleet.price_usd_h)} an hour"
+        yield "on-demand slots", count(ranks), f"{after}, {money(ranks * config.fleet.price_usd_h)} an hour"
     target = config.fleet.target
     source = "at most" if spot.trace is not None or target.is_set else "from the beginning"
     if target.is_set:

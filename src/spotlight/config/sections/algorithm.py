@@ -48,8 +48,8 @@ class AdvantageConfig(Section):
     the trained ones, or all that were generated in their groups. The mean is always over the trained ones.
     """
     combine: Literal["sum", "normalise_each", "gdpo"] = "sum"
-    """How to combine several rewards. ``sum``: sum them weighted, then normalise; ``normalise_each``: by
-    ``std``, then sum (MixGRPO: by group); ``gdpo``: normalise each by group, then the sum over the batch
+    """How to combine several rewards. ``sum``: normalise the weighted sum; ``normalise_each``: normalise each
+    by ``std``, then sum (MixGRPO: by group); ``gdpo``: each by group, then their sum over the batch
     (GDPO, arXiv 2601.05242).
     """
 
@@ -299,9 +299,9 @@ class ForwardProcessSection(AlgorithmSection):
     train_timesteps: PositiveInt = 3
     """Noise levels trained per sample."""
     noise_levels: NoiseLevels = "uniform"
-    """How they are drawn: one from each of ``train_timesteps`` equal parts, ``uniform`` over (0, 1) or
-    distributed as in the rollout's (shifted) ``schedule``; or from that schedule's own levels, without 0:
-    distinct ones at random (``steps``), or one from each part (``stratified_steps``).
+    """How the noise levels are drawn: one from each of ``train_timesteps`` equal parts, ``uniform`` over
+    (0, 1) or distributed as in the rollout's (shifted) ``schedule``; or from that schedule's own levels,
+    without 0: distinct ones at random (``steps``), or one from each part (``stratified_steps``).
     """
 
     learns_from_clean_samples: ClassVar[bool] = True

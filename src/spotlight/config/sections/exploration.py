@@ -55,7 +55,7 @@ class BanditConfig(Section):
     alpha: Annotated[float, Field(ge=0)] = 0.5
     """Weight of exploring uncertain choices; 0 always takes the best so far."""
     discount: Annotated[float, Field(gt=0, le=1)] = 0.95
-    """Factor on past evidence in each iteration, since the gain of seeds and steps drifts with the model."""
+    """Factor on past evidence per iteration, as the gain of seeds and steps drifts with the model."""
     sharing: Annotated[float, Field(ge=0, lt=1)] = 0.3
     """How much evidence a choice shares with its neighbours on the grid: 0 none, towards 1 nearly all."""
     maximises: Literal["contrast_per_second", "contrast"] = "contrast_per_second"
@@ -103,11 +103,11 @@ class SeedChoiceConfig(Section):
     contrast_min: Annotated[float, Field(ge=0)] = 0.0
     """If the rewards of a prompt's previews lie within a range of this width, they do not select seeds."""
     spare_prompts: Annotated[int, Field(ge=0)] = 0
-    """Prompts per iteration that others may replace if their previews show no contrast."""
+    """Most prompts per iteration that others may replace if their previews show no contrast."""
     sampled_prompts: Annotated[int, Field(ge=0)] = 0
     """Groups per iteration that keep some randomly drawn seeds, to measure how well previews rank."""
     drawn_seeds: Annotated[int, Field(ge=0)] = _DRAWN_SEEDS
-    """Number of randomly drawn seeds in each such group, at least 2 for measuring."""
+    """Randomly drawn seeds in each of the ``sampled_prompts`` groups, at least 2 for measuring."""
     planner: BanditConfig | None = None
     """Decides how much to explore; default: the same in every iteration."""
 
@@ -176,7 +176,7 @@ class ExplorationConfig(SeedChoiceConfig):
     per step.
     """
     step_cache: Annotated[int, Field(ge=2)] | None = None
-    """In every run of this many consecutive preview steps, the first runs all transformer blocks; the others
+    """Of this many consecutive preview steps, the first runs all transformer blocks; the others
     run only the first block and reuse what the rest added. Default: every step runs all blocks.
     """
     dtype: Literal["bfloat16"] | None = None

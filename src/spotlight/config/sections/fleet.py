@@ -123,9 +123,9 @@ class OnDemandConfig(Section):
     """A node at the full price (``fleet.price_usd_h``) for a learner that finds no spot node."""
 
     after_s: Annotated[float, Field(ge=0)] = 300.0
-    """Take it when the learner has waited for this long."""
+    """Take a node when the learner has waited for this long."""
     back_after_s: Annotated[float, Field(ge=0)] = 60.0
-    """Leave it and give it back when spot nodes have had room for the learner for this long."""
+    """Leave the node and give it back when spot nodes have had room for the learner for this long."""
     start: str | None = None
     """Shell command that starts a node and makes it join the cluster as ``$SPOTLIGHT_NODE``, with
     ``$SPOTLIGHT_SLOTS`` GPUs. Only with ``fleet.address``: a cluster on this machine emulates the node.
@@ -186,12 +186,12 @@ class FleetConfig(Section):
     """Seconds between heartbeats; a worker that misses three in a row is restarted."""
     answer_s: PositiveFloat = 30.0
     """A command without a reply for this long is sent again; after three times the worker is restarted.
-    Workers reply between two denoising steps, so one with work has the time of ``lease_s``, if longer, until
-    its lease has expired.
+    Workers reply between two denoising steps, so one with work gets as long as ``lease_s`` says, if that is
+    longer, until its lease has expired.
     """
     collective_s: PositiveFloat = 30.0
-    """A member that keeps its group waiting within a step for this long, or for four times what such a step
-    took before if that is longer, is given up by the others.
+    """The others give up a member that keeps its group waiting within a step for this long, or for four
+    times what such a step took before, if that is longer.
     """
     start_s: PositiveFloat = 600.0
     """Limit for starting a process, for loading all weights, and for a process's first denoising steps, which
@@ -207,8 +207,8 @@ class FleetConfig(Section):
     ``start_s`` where files are written.
     """
     learner_collective_s: PositiveFloat = 600.0
-    """If a rank keeps the learner's others waiting in a collective for this long, the learner ends, and on
-    Ray starts again. Under torchrun this includes waiting for each other's rewards and for rank 0's files.
+    """If a rank of the learner keeps the others waiting in a collective for this long, the learner ends, and
+    on Ray starts again. Under torchrun this includes waiting for each other's rewards and for rank 0's files.
     """
     drain_margin_s: Annotated[float, Field(ge=0)] = 25.0
     """A node stops working this long before its preemption; at once if its notice is shorter."""

@@ -94,8 +94,9 @@ class LearnerConfig(Section):
     updates_per_batch: PositiveInt = 1
     """Optimizer steps per iteration; its samples are divided among them, each in exactly one."""
     update_split: UpdateSplit = "groups"
-    """How samples are divided among these steps. ``groups``: each step trains whole groups; ``shuffled``:
-    samples at random; ``every_group``: an equal part of each group. Advantages are always over whole groups.
+    """How samples are divided among the optimizer steps. ``groups``: each step trains whole groups;
+    ``shuffled``: samples at random; ``every_group``: an equal part of each group. Advantages are always over
+    whole groups.
     """
     micro_batch_size: Annotated[PositiveInt, WORK] = 64
     """Samples per forward/backward of one rank; limited by memory. Gradients accumulate."""

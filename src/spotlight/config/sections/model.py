@@ -56,8 +56,8 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Storage dtype of the frozen weights. Adapters and optimizer state are always float32."""
     tf32: Literal["none", "convolutions", "all"] = "convolutions"
-    """What NVIDIA GPUs compute with TF32's 10-bit mantissas where types are float32: convolutions (those of
-    VAEs), or ``all``: matrix products, too. ``none`` is exact and slower. Rewards are not affected.
+    """Which float32 operations NVIDIA GPUs compute with TF32's 10-bit mantissas: ``convolutions`` (those of
+    VAEs), or ``all``: matrix products, too. ``none`` is exact and slower. Does not affect rewards.
     """
     attention: Attention | None = None
     """Attention kernels; ``spotlight doctor`` lists those of this machine. Default: torch chooses. The flash
@@ -71,9 +71,10 @@ class ModelConfig(Section):
     keep diffusers' own; the log names them.
     """
     quantize: Annotated[Literal["none", "int8", "nf4"], STATE] = "none"
-    """How the linear layers of the frozen base's blocks are held while adapters are trained: as
-    ``model.dtype`` says, in 8 bits (a scale for each output; errors below 1 % of the weights) or in 4 (NF4;
-    9 %). Rollouts and updates use the same weights; a merged export adds the adapter to those of the files.
+    """How the linear layers of the frozen base's blocks are held while adapters are trained. ``none``: as
+    ``model.dtype`` says; ``int8``: 8 bits (a scale for each output; errors below 1 % of the weights);
+    ``nf4``: 4 bits (9 %). Rollouts and updates use the same weights; a merged export adds the adapter to
+    those of the files.
     """
     compile: Literal["none", "regional"] = "none"
     """``regional``: compile the transformer's repeated blocks (torch.compile); faster after the half minute

@@ -53,7 +53,7 @@ class VGRPOConfig(ForwardProcessSection):
     train_timesteps: PositiveInt = 4
     """Noise levels per sample, whose mean is the log-prob."""
     noise_levels: NoiseLevels = "stratified_steps"
-    """Their distribution; see ``diffusion-nft``."""
+    """How the noise levels are drawn; see ``diffusion-nft``."""
 
     shares_draws: ClassVar[bool] = True
     recomputes_log_probs: ClassVar[bool] = True
@@ -95,7 +95,7 @@ class DGPOConfig(PreferenceSection):
     train_timesteps: PositiveInt = 4
     """Noise levels trained per sample, the same for a whole group."""
     noise_levels: NoiseLevels = "steps"
-    """Their distribution; see ``diffusion-nft``."""
+    """How the noise levels are drawn; see ``diffusion-nft``."""
     noisiest_steps: PositiveInt | None = None
     """With ``noise_levels: steps``: draw from this many of the schedule's first levels; default: from all."""
     old_policy: OldPolicyConfig = OldPolicyConfig(cap=0.3)

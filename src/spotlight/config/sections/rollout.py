@@ -19,17 +19,19 @@ class SdeWindowConfig(Section):
     """Which denoising steps are stochastic, and hence trainable by policy-gradient algorithms."""
 
     kind: Literal["all", "random", "sliding"] = "all"
-    """``all``: but the last step; ``random``: a window per rollout; ``sliding``: MixGRPO's, by iteration."""
+    """``all`` steps but the last; ``random``: a window per rollout; ``sliding``: MixGRPO's, by iteration."""
     size: PositiveInt = 3
     """Steps in the window (``random``, ``sliding``)."""
     low: Annotated[int, Field(ge=0)] = 0
     """First step the window may contain (``random``, ``sliding``)."""
     high: PositiveInt | None = None
-    """End of its range, exclusive; default: half of the steps (``random``), or all but the last."""
+    """End of the window's range, exclusive; default: half of the steps (``random``), or all but the last."""
     every: PositiveInt = 25
     """Iterations per window position (``sliding``)."""
     decay: Annotated[float, Field(ge=0)] = 0.0
-    """Fewer in the clean half: ``every * exp(-decay * max(position - steps / 2, 0))`` (``sliding``)."""
+    """Fewer iterations per position in the clean half (``sliding``):
+    ``every * exp(-decay * max(position - steps / 2, 0))``.
+    """
     per: Literal["rollout", "iteration"] = "rollout"
     """Whether each rollout has its own window, or all of an iteration share one (``random``)."""
 

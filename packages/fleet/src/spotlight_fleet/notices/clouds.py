@@ -57,7 +57,7 @@ class DetectedCloud:
         return self._found is not None and await self._found.acknowledge()
 
 
-async def find_cloud(server: MetadataServer, timeout_s: float = 3.0) -> CloudSource:
+async def find_cloud(server: MetadataServer | None = None, timeout_s: float = 3.0) -> CloudSource:
     """Probe all clouds concurrently and return the one that answers correctly.
 
     Args:
@@ -66,6 +66,7 @@ async def find_cloud(server: MetadataServer, timeout_s: float = 3.0) -> CloudSou
     Raises:
         NoticeError: none answers (the message says how each failed), or several do.
     """
+    server = server or MetadataServer()
     sources = {cloud: cloud_source(cloud, server) for cloud in CLOUDS}
     failures = dict(
         zip(sources, await asyncio.gather(*(_probe(one, timeout_s) for one in sources.values())), strict=True)

@@ -19,6 +19,7 @@ from enum import StrEnum
 from spotlight_rewards.base.errors import UserError
 
 _PROBLEMS_SHOWN_MAX = 10
+_EVENTS_MAX = 10_000_000
 
 
 class TraceError(UserError, ValueError):
@@ -85,6 +86,15 @@ class Trace:
             if not (last_s <= point.time_s <= self.horizon_s and 0 < point.usd_h < math.inf):
                 raise TraceError(f"{self.source}: price {point}; expected above 0 $/h, in order of time")
             last_s = point.time_s
+
+
+def require_room(source: str, events: float) -> None:
+    """Raise :class:`TraceError` unless a trace of so many events fits in memory."""
+    if events > _EVENTS_MAX:
+        raise TraceError(
+            f"{source}: it would have {events:.1g} events; expected at most {_EVENTS_MAX:,}. "
+            "Name fewer hours or nodes."
+        )
 
 
 def problems_of(events: Iterable[TraceEvent], horizon_s: float = math.inf) -> Iterator[tuple[int, str]]:

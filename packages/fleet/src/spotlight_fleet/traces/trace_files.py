@@ -16,6 +16,7 @@ import csv
 import io
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -36,6 +37,7 @@ TraceFormat: TypeAlias = Literal["auto", "bamboo", "skypilot", "csv", "jsonl"]
 CSV_HEADER = "time_s,event,node,gpus"
 CSV_COMMENT = "# spotlight trace"
 JSONL_FORMAT = "spotlight-trace"
+_NOT_IN_CSV = re.compile(r"[\r\n\ud800-\udfff]")
 
 _NODES_MAX = 100_000
 _GPUS_MAX = 100_000
@@ -355,7 +357,7 @@ def to_csv(trace: Trace) -> str:
     """Canonical CSV with the horizon in a comment. Raises :class:`TraceError` for what it cannot hold."""
     if trace.prices:
         raise TraceError(f"{trace.source} has prices, and CSV has no place for them; write .jsonl")
-    if odd := next((event.node for event in trace.events if not event.node.isprintable()), None):
+    if odd := next((event.node for event in trace.events if _NOT_IN_CSV.search(event.node)), None):
         raise TraceError(f"{trace.source} has a node {odd!a}; expected a name on one line; write .jsonl")
     out = io.StringIO()
     out.write(f"{CSV_COMMENT} horizon_s={trace.horizon_s!r}\n{CSV_HEADER}\n")

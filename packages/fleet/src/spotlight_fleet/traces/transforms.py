@@ -7,7 +7,14 @@ from collections.abc import Container, Iterator
 from dataclasses import replace
 from itertools import chain
 
-from spotlight_fleet.traces.trace import PricePoint, Trace, TraceError, TraceEvent, TraceEventKind
+from spotlight_fleet.traces.trace import (
+    PricePoint,
+    Trace,
+    TraceError,
+    TraceEvent,
+    TraceEventKind,
+    require_room,
+)
 
 _ADD, _NOTICE, _REMOVE = TraceEventKind.ADD, TraceEventKind.NOTICE, TraceEventKind.REMOVE
 
@@ -73,6 +80,7 @@ def repeat(trace: Trace, horizon_s: float) -> Trace:
     """
     if not (math.isfinite(horizon_s) and horizon_s > 0):
         raise TraceError(f"{trace.source}: repeated to {horizon_s!r} s; expected more than 0")
+    require_room(trace.source, horizon_s / trace.horizon_s * (1 + len(trace.events) + len(trace.prices)))
     rounds = math.ceil(horizon_s / trace.horizon_s)
     if rounds <= 1:
         return trace if horizon_s == trace.horizon_s else cut(trace, 0, horizon_s)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from spotlight_fleet.traces.trace import Trace, TraceError, TraceEvent, TraceEventKind
+from spotlight_fleet.traces.trace import Trace, TraceError, TraceEvent, TraceEventKind, require_room
 from spotlight_fleet.traces.transforms import with_notices
 
 
@@ -60,6 +60,8 @@ class TraceSpec:
                 raise TraceError(f"{name} is {value!r}; expected {expected}")
         if not 0 < self.burst_fraction <= 1:
             raise TraceError(f"burst_fraction is {self.burst_fraction!r}; expected above 0, at most 1")
+        ends_h = self.bursts_per_h + 3600 / (self.mean_uptime_s + self.mean_downtime_s)
+        require_room("a generated trace", 2 * self.nodes * (1 + self.horizon_s / 3600 * ends_h))
 
 
 def generate(spec: TraceSpec) -> Trace:

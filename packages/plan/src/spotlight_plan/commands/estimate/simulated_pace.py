@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import TypeAlias
 
 from spotlight.cluster.local.emulation import reserved_slots, spot_trace
 from spotlight.config.schema import RunConfig
@@ -21,6 +22,8 @@ from spotlight_plan.scenarios.profile_costs import ProfileCosts
 from spotlight_plan.simulation.scenario import NodeEvent, Scenario, SimulationResult
 from spotlight_plan.simulation.virtual_driver import simulate
 from spotlight_rewards.base.errors import ConfigError, Problem, UserError
+
+_Nodes: TypeAlias = tuple[tuple[float, NodeEvent], ...]
 
 _SLOT = "cpu"
 _SHIPPED = "testbed-cpu"
@@ -43,13 +46,14 @@ def simulated_pace(config: RunConfig, ranks: int, train_prompts: int, test_promp
         raise ConfigError("the estimate", [Problem("fleet.target", found, "none", "Train three iterations.")])
     if inline:
         config = config.model_copy(update={"fleet": fleet.model_copy(update={"learner_ranks": ranks})})
-    profile, source, (least, most) = _profile(config)
+    nodes = tuple(_inline_node(config, ranks) if inline else _emulated(config))
+    profile, source, (least, most) = _profile(config, nodes)
     evaluation = config.evaluation.model_copy(update={"every": 0, "at_start": True, "at_end": False})
     plan = replace(cluster_plan_of(config), iterations=_ITERATIONS, evaluation=evaluation)
     scenario = Scenario(
         plan=plan,
         costs=ProfileCosts(profile, workload_of(config, _SLOT, profile)),
-        nodes=tuple(_inline_node(config, ranks) if inline else _emulated(config)),
+        nodes=nodes,
         train_prompts=train_prompts,
         test_prompts=test_prompts,
         commit_every=fleet.commit_every,
@@ -73,7 +77,7 @@ def _unjudged(plan: Plan) -> Plan:
     return replace(plan, evaluation=plan.evaluation.model_copy(update={"at_start": False}))
 
 
-def _profile(config: RunConfig) -> tuple[Profile, str, tuple[float, float]]:
+def _profile(config: RunConfig, nodes: _Nodes) -> tuple[Profile, str, tuple[float, float]]:
     """Figures, what they are, and the factors by which they may be wrong."""
     for directory in newest_runs(config.runs_dir):
         try:
@@ -81,7 +85,7 @@ def _profile(config: RunConfig) -> tuple[Profile, str, tuple[float, float]]:
             if _model(times.config) != _model(config):
                 continue
             profile = measured_profile([times])
-            _require_figures(profile, config)
+            _require_figures(profile, config, nodes)
         except UserError:
             continue  # none that figures can be taken from, or none of this size
         return profile, f"calibration: the figures of the {times.label}", _MEASURED_ERROR
@@ -97,12 +101,14 @@ def _model(config: RunConfig) -> object:
     return config.model, config.learner.mode, config.rollout.frames
 
 
-def _require_figures(profile: Profile, config: RunConfig) -> None:
-    """Raise ConfigError where a profile lacks those of this size and these degrees."""
+def _require_figures(profile: Profile, config: RunConfig, nodes: _Nodes) -> None:
+    """Raise ConfigError where a profile lacks those of this size and of degrees that nodes have slots for."""
+    slots = max((event.node.gpus for _, event in nodes if isinstance(event, NodeJoined)), default=1)
     workload = workload_of(config, _SLOT, profile)
     costs = ProfileCosts(profile, workload)
     for degree in config.fleet.sequence_parallel.degrees:
-        costs.denoise_step_s(_SLOT, workload.pixels, 1, degree)
+        if degree <= slots:
+            costs.denoise_step_s(_SLOT, workload.pixels, 1, degree)
     costs.train_s(_SLOT, workload.pixels, 1, 1)
 
 

@@ -238,6 +238,9 @@ def _print_plan(
     planned = [(run, configs[run.name], make_plan(configs[run.name])) for run in runs]
     begun = sorted(runs_dir.glob(f"{sweep.name}-*")) if measured is None else [find_run(measured)]
     speed = next((found for each in begun if (found := measured_speed(each)) is not None), None)
+    if speed is None and measured is not None:
+        expected = "a run of which three iterations or more were measured"
+        raise ConfigError("--measured", [Problem("RUN", measured, expected, "Name another, or none.")])
     if sweep.search is not None:
         console.print(f"{sweep.search.trials} runs, chosen by Optuna; at the ends of its ranges:")
     print_runs(console, planned, speed, together)
