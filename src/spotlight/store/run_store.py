@@ -127,8 +127,8 @@ def local_folder(place: Path, tell: Callable[[str], object], wanted: Wanted = Wa
         if refused:
             raise refused[0]
         raise StoreError(f"{found.address}: no runs are there. Start one: spotlight train runs_dir=ADDRESS.")
-    for error in refused:
-        tell(str(error))
+    for refusal in refused:
+        tell(str(refusal))
     folder = copies[0].parent
     for gone in {each.name for each in folder.iterdir() if each.is_dir()} - {*names}:
         found.store.read(found.address, gone, cache, wanted)  # which drops its copy
