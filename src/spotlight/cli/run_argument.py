@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from spotlight_rewards.base.file_errors import hidden, is_there
 from spotlight_rewards.commands.exit_codes import errors_without_traceback, failure
 
 RUNS = Path("runs")
@@ -22,7 +23,6 @@ def find_run(
     """
     from spotlight.store.run_directory import RunPaths
     from spotlight.store.run_store import Wanted, stored_run
-    from spotlight_rewards.base.file_errors import hidden
 
     with errors_without_traceback():
         if (copy := stored_run(text, Wanted(wanted))) is not None:
@@ -32,16 +32,13 @@ def find_run(
         return found
     there = sorted(path.parent.name for path in RUNS.glob("*/config.yaml"))
     hint = f"Runs in {RUNS}/: {', '.join(there)}." if there else f"There are no runs in {RUNS}/ yet."
-    expected = (
-        f"is no run directory (one with config.yaml and ledger.sqlite).{hidden(RunPaths(Path(text)).config)}"
-    )
-    raise failure(f"RUN: {text!r} {expected} {hint}")
+    why = hidden(RunPaths(Path(text)).config)
+    raise failure(f"RUN: {text!r} is no run directory (one with config.yaml and ledger.sqlite).{why} {hint}")
 
 
 def run_named(text: str) -> Path | None:
     """The run directory named by ``text``, if there is one."""
     from spotlight.store.run_directory import RunPaths
-    from spotlight_rewards.base.file_errors import is_there
 
     there = (path for path in (Path(text), RUNS / text) if is_there(RunPaths(path).config))
     return next((path for path in there if RunPaths(path).config.is_file()), None)

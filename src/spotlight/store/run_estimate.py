@@ -19,7 +19,7 @@ from pydantic import FiniteFloat, TypeAdapter
 
 from spotlight.scheduler.types import Phase
 from spotlight.store.ledger import ledger_queries as queries
-from spotlight.store.ledger.course_changes import CourseChange, read_course
+from spotlight.store.ledger.course_changes import read_course
 from spotlight.store.metrics import MetricsRow, is_validation, read_metrics
 from spotlight.store.run_directory import RunPaths
 from spotlight_rewards.base.file_errors import storage_errors
@@ -153,11 +153,6 @@ def changes_pace(keys: Iterable[str]) -> bool:
     return any(key.startswith(_OF_PACE) and not key.startswith(_OF_NO_PACE) for key in keys)
 
 
-def steady_since(course: Iterable[CourseChange]) -> int:
-    """The iteration from which on iterations take as long as they do now."""
-    return max((change.iteration for change in course if changes_pace([change.key])), default=0)
-
-
 # -- the files -----------------------------------------------------------------------------------------------
 
 
@@ -175,8 +170,9 @@ def read_so_far(run: Path) -> tuple[SpentSoFar, RunPace | None]:
             work_s=queries.worked_s(connection),
             usd=queries.cost_usd(connection),
         )
-        seconds, since = queries.gpu_seconds_by_phase(connection), steady_since(read_course(connection))
-    return spent, measured_pace(rows, since, spent, seconds)
+        seconds = queries.gpu_seconds_by_phase(connection)
+        steady = [each.iteration for each in read_course(connection) if changes_pace([each.key])]
+    return spent, measured_pace(rows, max(steady, default=0), spent, seconds)
 
 
 def write_estimate(path: Path, estimate: RunEstimate) -> None:

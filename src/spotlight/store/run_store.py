@@ -50,6 +50,15 @@ class RunStore(Protocol):
     def read(self, address: str, name: str, cache: Path, wanted: Wanted) -> Path:
         """A copy of a run's directory, as new as the address has it; no folder, if it has no such run."""
 
+    def read_all(
+        self, address: str, cache: Path, wanted: Wanted, tell: Callable[[str], object]
+    ) -> Path | None:
+        """The folder with copies of all runs that are there, and of no other; None: there are none.
+
+        Args:
+            tell: is told why one cannot be read; of all, it is raised.
+        """
+
     def names(self, address: str) -> list[str]:
         """The runs that are there."""
 
@@ -95,8 +104,9 @@ def stored_run(text: str, wanted: Wanted) -> Path | None:
         return None
     run = found.store.read(found.address, name, default_cache(), wanted)
     if not RunPaths(run).config.is_file():
-        # A run may have no more than its name yet.
-        there = ", ".join(each for each in found.store.names(found.address) if each != name) or "none"
+        # The name itself may be held by a head that has written nothing.
+        others = (each for each in found.store.names(found.address) if each != name)
+        there = ", ".join(others) or "none"
         raise StoreError(f"{text}: no run {name!r} is in {found.address}; the runs there: {there}.")
     return run
 
@@ -105,9 +115,9 @@ def local_folder(place: Path, tell: Callable[[str], object], wanted: Wanted = Wa
     """The folder at a place; of an address, one with copies of the runs there, or of the run that it is.
 
     Args:
-        tell: is told why one of several runs cannot be read.
+        tell: see :meth:`RunStore.read_all`.
 
-    Raises as :func:`stored_run`, also if no run there can be read.
+    Raises as :func:`stored_run`.
     """
     if (found := stored_runs(place)) is None:
         return place
@@ -116,20 +126,6 @@ def local_folder(place: Path, tell: Callable[[str], object], wanted: Wanted = Wa
         run = above.store.read(above.address, place.name, cache, wanted)
         if RunPaths(run).config.is_file():
             return run
-    names = found.store.names(found.address)
-    copies, refused = list[Path](), list[StoreError]()
-    for name in names:
-        try:
-            copies.append(found.store.read(found.address, name, cache, wanted))
-        except StoreError as error:  # no reason to keep the others from their readers
-            refused.append(error)
-    if not copies:
-        if refused:
-            raise refused[0]
+    if (folder := found.store.read_all(found.address, cache, wanted, tell)) is None:
         raise StoreError(f"{found.address}: no runs are there. Start one: spotlight train runs_dir=ADDRESS.")
-    for refusal in refused:
-        tell(str(refusal))
-    folder = copies[0].parent
-    for gone in {each.name for each in folder.iterdir() if each.is_dir()} - {*names}:
-        found.store.read(found.address, gone, cache, wanted)  # which drops its copy
     return folder

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch.autograd.profiler import profile
@@ -76,15 +76,12 @@ def measure_peak(device: torch.device, work: Callable[[], T]) -> tuple[T, int]:
     with profile(use_kineto=True, profile_memory=True) as profiler:
         result = work()
     held = peak = 0
-    for _, size in sorted((e.start_ns(), e.nbytes()) for e in _recorded(profiler) if e.name() == "[memory]"):
+    # Not profiler.events(), which has what operators allocate, but not all that is freed between them.
+    events = profiler.kineto_results.events()
+    for _, size in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"):
         held += size
         peak = max(peak, held)
     return result, peak
-
-
-def _recorded(profiler: profile) -> Any:
-    # Not profiler.events(), which has what operators allocate, but not all that is freed between them.
-    return profiler.kineto_results.events()  # type: ignore[union-attr]
 
 
 def release(device: torch.device) -> None:

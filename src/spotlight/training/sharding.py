@@ -160,7 +160,9 @@ def process_group(device: torch.device, timeout_s: float, meeting: Meeting | Non
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) if meeting is None else device)
     backend, timeout = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout_s)
-    alone = meeting is None and _on_loopback()
+    # Ranks that meet on the loopback, and none of them is torchrun's, which serves the store itself.
+    local = os.environ.get("MASTER_ADDR") == _LOOPBACK and "TORCHELASTIC_RUN_ID" not in os.environ
+    alone = meeting is None and local
     with rendezvous.listening_only_on(_LOOPBACK) if alone else nullcontext():
         if meeting is None and not alone:
             dist.init_process_group(backend, timeout=timeout)
@@ -172,11 +174,6 @@ def process_group(device: torch.device, timeout_s: float, meeting: Meeting | Non
             yield Ranks.current(_torchrun_nodes() if meeting is None else meeting.per_node)
         finally:
             dist.destroy_process_group()
-
-
-def _on_loopback() -> bool:
-    """Whether ranks meet on the loopback, and none of them is torchrun's, which serves the store itself."""
-    return os.environ.get("MASTER_ADDR") == _LOOPBACK and "TORCHELASTIC_RUN_ID" not in os.environ
 
 
 def _loopback_store(rank: int, timeout_s: float) -> Store:

@@ -366,8 +366,6 @@ class WorkerLoop:
             except GroupLostError:
                 role.lose()
             except RuntimeError as error:
-                if not is_out_of_memory(error):
-                    raise
                 self._leave_room(role, len(running), error)
             if role.lost:
                 return
@@ -382,7 +380,7 @@ class WorkerLoop:
             RuntimeError: ``error``: there is no half, it was not in a step that all take, or this worker is
                 alone.
         """
-        if role.degree == 1:
+        if role.degree == 1 or not is_out_of_memory(error):
             raise error
         assert self._membership is not None
         in_step = self._membership.group.degree == 1  # what fails within an exchange has left the group
@@ -475,8 +473,6 @@ class WorkerLoop:
             role.inherit(follower)
             role.lose()
         except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
             role.inherit(follower)
             self._leave_room(role, follower.running, error)
 

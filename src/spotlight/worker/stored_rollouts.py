@@ -161,7 +161,8 @@ class RolloutStarter:
                 state = restore(value.data, latents, condition, recipe, self._engine.device)
             except ValueError:
                 continue  # damaged, or of another configuration: start over
-            if _same(state.rollout, rollout):
+            # A restored learner reuses version numbers; the digest identifies weights.
+            if dataclasses.replace(state.rollout, version=rollout.version) == rollout:
                 states[rollout.id] = dataclasses.replace(state, rollout=rollout)
         return states
 
@@ -201,8 +202,3 @@ class RolloutStarter:
                         found[prompt] = unpack_condition(value.data)
         self._recent.use(found)
         return found
-
-
-def _same(one: Rollout, other: Rollout) -> bool:
-    """Equal but for the version number: restored learners reuse it, and the digest identifies weights."""
-    return dataclasses.replace(one, version=other.version) == other

@@ -14,6 +14,7 @@ from spotlight.store.run_store import Wanted
 from spotlight_bucket.bucket_objects import open_objects
 from spotlight_bucket.lease import LEASE_S, claim
 from spotlight_bucket.local_copies import (
+    READ,
     ReadCopy,
     bring_to_work,
     folder_of,
@@ -23,7 +24,7 @@ from spotlight_bucket.local_copies import (
 )
 from spotlight_bucket.replicator import Replicator
 from spotlight_bucket.snapshots import CHUNK_BYTES, is_plain, newest_snapshot, take_over
-from spotlight_rewards.base.file_errors import size
+from spotlight_rewards.base.file_errors import StoreError, size
 
 PUT_USD, GB_MONTH_USD = 0.005 / 1000, 0.023
 """List prices of S3 Standard in us-east-1; other services are near them."""
@@ -69,6 +70,24 @@ class BucketRuns:
             if folders:
                 copy.renew(lambda path: is_light(path) or path.startswith(folders))
         return copy.run
+
+    def read_all(
+        self, address: str, cache: Path, wanted: Wanted, tell: Callable[[str], object]
+    ) -> Path | None:
+        """See :class:`spotlight.store.run_store.RunStore`."""
+        names, refused = self.names(address), dict[str, StoreError]()
+        copies = folder_of(address, cache) / READ
+        gone = {each.name for each in copies.iterdir() if each.is_dir()} if copies.is_dir() else set[str]()
+        for name in (*names, *(gone - {*names})):  # whose copies are dropped
+            try:
+                self.read(address, name, cache, wanted)
+            except StoreError as error:
+                refused[name] = error
+        for refusal in refused.values():
+            if refused.keys() >= {*names}:
+                raise refusal
+            tell(str(refusal))
+        return copies if names else None
 
     def names(self, address: str) -> list[str]:
         """See :class:`spotlight.store.run_store.RunStore`."""

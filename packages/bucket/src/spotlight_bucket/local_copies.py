@@ -29,6 +29,7 @@ from spotlight_bucket.snapshots import RunSnapshot, StoredFile, is_plain, newest
 from spotlight_rewards.base.file_errors import size, storage_errors
 from spotlight_rewards.base.files import TEMPORARY_PREFIX, write_atomically
 
+READ = "read"
 _PART = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9!_.*'()-]{1,200}")
 _SCHEME = re.compile(r"[a-z][a-z0-9]{0,9}")
 _BUNDLED = ("checkpoints", "images", "lora", "merged", "profile", "tensorboard", "card", "votes")
@@ -131,7 +132,7 @@ class ReadCopy:
     """A copy of a run that is only read, renewed on demand."""
 
     def __init__(self, folder: Path, name: str, objects: Objects) -> None:
-        self.run = folder / "read" / name
+        self.run = folder / READ / name
         self._objects = objects
 
     def renew(self, wanted: Callable[[str], bool]) -> bool:

@@ -100,7 +100,8 @@ def generate(
     with errors_without_traceback():
         listed = [] if prompts is None else read_prompts_option("--prompts", prompts)
         drawn = [*(prompt or ()), *(each.text for each in listed)]
-        if not drawn or not all(text.strip() and _is_utf8(text) for text in drawn):
+        odd = [text for text in drawn if not text.strip() or text.encode(errors="ignore").decode() != text]
+        if odd or not drawn:
             said = "expected text in UTF-8 that is not empty. Say what to draw."
             raise failure(f"--prompt: found {drawn}; {said}")
         if any(each.references for each in listed) and not reference:
@@ -119,10 +120,6 @@ def generate(
             written.append(_save_comparison(folder, pairs, old, after, trained, shown))
     for path in written:
         typer.echo(printable(path))
-
-
-def _is_utf8(text: str) -> bool:
-    return text.encode(errors="ignore").decode() == text
 
 
 def _save(

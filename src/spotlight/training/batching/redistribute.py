@@ -160,7 +160,8 @@ def deal(
     """
     if ranks.world == 1:
         return list(micro_batches), dict(held)
-    layout = _layout(next(iter(held.values()))) if held else None
+    first = next(iter(held.values()), None)
+    layout = None if first is None else {name: list(each.shape) for name, each in first.by_name().items()}
     shapes = next(each for each in ranks.share(layout) if each is not None)
     holder = {rollout: rank for rank, each in enumerate(ranks.share(list(held))) for rollout in each}
     trained = list(micro_batches) if whole_groups else regrouped(micro_batches, holder, ranks.world)
@@ -179,10 +180,6 @@ def deal(
             if move.target == ranks.rank:
                 dealt[move.rollout] = _sample(row, shapes)
     return trained, dealt
-
-
-def _layout(sample: SampleTensors) -> dict[str, list[int]]:
-    return {name: list(tensor.shape) for name, tensor in sample.by_name().items()}
 
 
 def _sample(row: Tensor, shapes: Mapping[str, Sequence[int]]) -> SampleTensors:

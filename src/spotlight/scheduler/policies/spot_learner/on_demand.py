@@ -53,16 +53,16 @@ class OnDemand(FleetPolicy):
         now, places, supply = fleet.now, self.places, self.supply
         waits = sum(places.target.values()) < self._ranks_min
         self._waits_since_s = since(self._waits_since_s, waits, now)
-        self._room_since_s = since(self._room_since_s, places.spot_room, now)
+        room_since_s = self._room_since_s = since(self._room_since_s, places.spot_room, now)
         if supply.wanted is None:
             return
         wanted, why = supply.wanted, ""
         there = fleet.kind(NodeKind.ON_DEMAND)
         if any(machine.ranks for machine in there):
             self._taken_s, self._pause_s = None, 0.0
-            if wanted and self._lasts(now):
+            if wanted and room_since_s is not None and now >= room_since_s + self.settings.back_after_s:
                 wanted, why = 0, "leave: spot nodes have room for the learner"
-            elif not wanted and self._room_since_s is None:
+            elif not wanted and room_since_s is None:
                 wanted, why = 1, "stay: spot nodes have no room for the learner"
         elif there:
             if wanted and waits:
@@ -84,9 +84,6 @@ class OnDemand(FleetPolicy):
         if why:
             fleet.effects.append(ReportFleet(NodeKind.ON_DEMAND, why))
         supply.wanted = wanted
-
-    def _lasts(self, now: float) -> bool:
-        return self._room_since_s is not None and now >= self._room_since_s + self.settings.back_after_s
 
     def _pause(self, now: float) -> None:
         self._pause_s = min(_PAUSE_MAX_S, max(_PAUSE_MIN_S, 2 * self._pause_s))
