@@ -233,26 +233,20 @@ def test_forwards_with_gradients_run_eagerly() -> None:
     assert not made
 
 
-@pytest.mark.parametrize(
-    "out_of_memory",
-    [
-        torch.OutOfMemoryError("CUDA out of memory"),
-        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-    ],
-    ids=["torch", "cublas"],
-)
 @torch.no_grad()
-def test_what_cannot_be_captured_is_an_error_and_memory_is_given_back(out_of_memory: RuntimeError) -> None:
+def test_what_cannot_be_captured_is_an_error_and_memory_is_given_back() -> None:
     forward, _ = captured(RuntimeError("operation not permitted when stream is capturing"))
     forward(torch.ones(2))
     with pytest.raises(ModelError, match=r"_Doubled cannot be captured: operation not.*set the key to false"):
         forward(torch.ones(2))
-    forward, made = captured(out_of_memory)
-    forward(torch.ones(2))
-    with pytest.raises(type(out_of_memory), match="CUDA"):
+    no_memory = torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")
+    for error in no_memory:
+        forward, made = captured(error)
         forward(torch.ones(2))
-    forward(torch.ones(2))
-    assert len(made) == 1, "the halved batch starts over"
+        with pytest.raises(type(error), match=str(error)):
+            forward(torch.ones(2))
+        forward(torch.ones(2))
+        assert len(made) == 1, "the halved batch starts over"
 
 
 def test_other_devices_are_refused(tmp_path: Path) -> None:

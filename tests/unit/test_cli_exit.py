@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer import Exit
 
-from spotlight_rewards.commands.exit_codes import is_explained
+from spotlight_rewards.commands.exit_codes import errors_without_traceback, is_explained
 
 PROGRAM = """
 import atexit, sys, tempfile, threading
@@ -56,9 +57,12 @@ def test_threads_and_exit_handlers_end_and_everything_is_said(how: str, status: 
     assert done.stderr.endswith(said)
 
 
-def test_a_lack_of_memory_is_told_without_a_traceback() -> None:
+def test_a_lack_of_memory_is_told_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     for said in ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"):
         assert is_explained(RuntimeError(said))
+    with pytest.raises(Exit), errors_without_traceback():
+        raise MemoryError
+    assert capsys.readouterr().err == "Error: out of memory\n"
     assert not is_explained(RuntimeError("CUDA error: an illegal memory access was encountered"))
 
 

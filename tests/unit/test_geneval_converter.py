@@ -112,8 +112,18 @@ def test_a_full_disk_is_told_and_leaves_no_half_of_a_model(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with files_of_at_most(60_000), pytest.raises(StoreError, match=r"the detector: .* no space"):
-        convert_checkpoint(checkpoint, tmp_path / "out")
+    (tmp_path / "link").symlink_to("out")
+    (tmp_path / "out").mkdir()
+    half_made = lambda path: 0 if any((tmp_path / "out").iterdir()) else 2**30  # noqa: E731
+    monkeypatch.setattr("spotlight_rewards.base.file_errors.free_bytes", half_made)
+    with (
+        files_of_at_most(60_000),
+        pytest.raises(StoreError, match=r"the detector: .* no space left \(0 B free"),
+    ):
+        convert_checkpoint(checkpoint, tmp_path / "link")
+    assert not (tmp_path / "out").exists()
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
     with files_of_at_most(60_000):
         done = CliRunner().invoke(app, ["tiny", "qwen-image", "out"])
     assert done.exit_code == 2

@@ -29,6 +29,7 @@ from typer.testing import CliRunner
 from spotlight.cli.main import app
 from spotlight.cluster.learner.learner_rank import _write_to
 from spotlight.models.slots import CopySlots
+from spotlight.models.text.references import open_reference
 from spotlight.runtime.attempt import _attempt_log
 from spotlight.store.checkpoints import CheckpointStore
 from spotlight.store.images import read_tile_note
@@ -285,6 +286,16 @@ def test_weights_that_are_no_file_are_refused_and_not_waited_for(tmp_path: Path)
         check_weights(tmp_path)
     with pytest.raises(ModelError, match="not a regular file"):
         read_lora("QwenImagePipeline", str(tmp_path))
+
+
+def test_a_reference_that_is_damaged_where_it_is_decoded_is_the_models_error(tmp_path: Path) -> None:
+    path = tmp_path / "1.avif"
+    Image.new("RGB", (64, 64), "red").save(path)
+    file = path.read_bytes()
+    start = file.index(b"mdat") + 4
+    path.write_bytes(file[:start] + bytes(len(file) - start))
+    with pytest.raises(ModelError, match=r"1\.avif cannot be read as a picture .*decode"):
+        open_reference(str(path))
 
 
 def test_weights_that_are_a_link_to_nothing_are_the_models_error(tmp_path: Path) -> None:

@@ -170,11 +170,10 @@ def test_noise_neither_crashes_nor_scores(seed):
     assert 0 <= scores["graded"][0] < 0.5
 
 
-def test_few_templates_of_large_boxes_are_held():
-    made = [weakref.ref(coverage("square", 100 + index, 50)) for index in range(100)]
-    assert sum(each() is not None for each in made) <= 64
-    small = [weakref.ref(coverage("square", 1 + index, 1)) for index in range(100)]
-    assert all(each() is not None for each in small)
+def test_many_templates_of_boxes_are_held_if_these_are_small_and_few_if_large():
+    for width, height, held in ((1, 1, 100), (100, 50, 100), (1900, 500, 16)):
+        made = [weakref.ref(coverage("square", width + index, height)) for index in range(100)]
+        assert sum(each() is not None for each in made) == held
 
 
 def test_a_large_picture_takes_little_memory(monkeypatch):

@@ -37,6 +37,6 @@ def tiny(
 
         silence_loading_bars()
         kind = FAMILIES.load(family)
-        with storage_errors("cannot write a small pipeline", directory), removed_if_failed(directory):
+        with removed_if_failed(directory), storage_errors("cannot write a small pipeline", directory):
             kind.tiny(directory, seed=seed, variant=variant)
     typer.echo(directory)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -23,6 +24,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryFile, mkdtemp
+from typing import Any
 from uuid import uuid4
 
 from spotlight_rewards.base.file_errors import StoreError
@@ -157,7 +159,7 @@ class BallotBox:
         path = self._vote(ballot)
         try:
             found = json.loads(read_regular(path, _BALLOT_BYTES_MAX))
-            return Vote(tuple(map(str, found["ranking"])), float(found["took_s"]), str(found["voter"]))
+            return Vote(tuple(map(str, found["ranking"])), _time(found["took_s"]), str(found["voter"]))
         except FileNotFoundError:
             return None
         except _NONSENSE as error:
@@ -235,7 +237,7 @@ class BallotBox:
             found = json.loads(read_regular(path, _BALLOT_BYTES_MAX))
             names = tuple(str(name) for name in found["pictures"] if _ID.fullmatch(str(name)))
             about = tuple(str(name) for name in found.get("references", ()) if _ID.fullmatch(str(name)))
-            times = float(found["asked_at"]), float(found["ends_at"])
+            times = _time(found["asked_at"]), _time(found["ends_at"])
             return Ballot(str(found["prompt"]), names, found["asks_name"] is True, *times, about)
         except (OSError, *_NONSENSE):  # closed meanwhile, or not ours
             return None
@@ -269,3 +271,10 @@ class BallotBox:
                 marked = folder / _BALLOT if (folder / _BALLOT).exists() else folder
                 if newest.stat().st_mtime - marked.stat().st_mtime > _STALE_S:
                     shutil.rmtree(folder)
+
+
+def _time(found: Any) -> float:
+    """In seconds. Raises one of ``_NONSENSE``; JSON may hold NaN, and numbers that become infinite."""
+    if not math.isfinite(seconds := float(found)):
+        raise ValueError(f"{found} is no time")
+    return seconds

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, wraps
+from functools import cache, lru_cache, wraps
 from typing import Any, Literal, cast, get_args
 
 import numpy as np
@@ -71,7 +71,8 @@ _IOU_FULL, _IOU_MARGIN = 0.85, 0.2  # graded: saturation, and the width of the r
 _COLOR_DISTANCE_MAX = 110.0  # strict: maximum distance to have a colour
 _COLOR_FULL, _COLOR_ZERO, _COLOR_MARGIN = 45.0, 135.0, 120.0  # graded, RGB units
 _SUPERSAMPLING = 8
-_SMALL_AREA = 64 * 64
+_KEPT_PIXELS = 2**24
+"""For boxes of one size, to a factor of two; 64 MB of float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,13 +158,16 @@ def parse_requirements(prompt: str, metadata: Mapping[str, Any]) -> Requirements
 
 
 def _kept(function: Function) -> Function:
-    """Keep what was made for small boxes, of which there are few; 4096 large ones would take gigabytes."""
-    of_small, of_large = lru_cache(maxsize=4096)(function), lru_cache(maxsize=64)(function)
+    """Keep what was made for thousands of small boxes, or a few large ones, which take as much memory."""
+
+    @cache
+    def of_area(bits: int) -> Any:
+        return lru_cache(maxsize=min(4096, _KEPT_PIXELS >> bits))(function)
 
     @wraps(function)
     def found(*box: Any) -> Any:
         *_, width, height = box
-        return (of_small if width * height <= _SMALL_AREA else of_large)(*box)
+        return of_area((width * height).bit_length())(*box)
 
     return cast(Function, found)
 

@@ -364,7 +364,7 @@ def _run(
     except Exception as error:
         if is_explained(error):
             code = EXIT_STOPPED_BY_ERROR if progress.worked else EXIT_NOT_STARTED
-            raise failure(str(error), code) from error
+            raise failure(str(error) or "out of memory", code) from error
         _point_to_log(config, progress)
         raise
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from spotlight_files.model_errors import ModelError
-from spotlight_rewards.base.media_files import open_picture
+from spotlight_rewards.base.media_files import decoding, open_picture
 
 _TURNED = (5, 6, 7, 8)
 """Orientations of Exif whose sides are exchanged."""
@@ -56,7 +56,7 @@ def reference_sides(path: str) -> tuple[int, int]:
 def _opened(path: str) -> Iterator[Any]:
     file = io.BytesIO(read_reference(path))
     try:
-        with open_picture(file) as picture:
+        with open_picture(file) as picture, decoding():
             yield picture
-    except (OSError, ValueError, SyntaxError) as error:
+    except OSError as error:
         raise ModelError(f"reference picture {path} cannot be read as a picture ({error})") from error

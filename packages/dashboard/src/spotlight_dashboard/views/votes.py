@@ -6,7 +6,7 @@ from spotlight_dashboard.figures import Json
 from spotlight_dashboard.run_folders import RunFolder
 from spotlight_dashboard.views.gallery import PICTURE_BYTES_MAX
 from spotlight_dashboard.views.vote_rounds import rounds, vote_curve
-from spotlight_rewards.ballots import VOTES_FOLDER, BallotBox
+from spotlight_rewards.ballots import OPEN_FOLDER, VOTES_FOLDER, BallotBox
 
 _SHOWN = 20
 _PROMPT_MAX = 20_000
@@ -15,7 +15,7 @@ _PROMPT_MAX = 20_000
 def ballot_box(run: RunFolder) -> BallotBox | None:
     """The run's ballots; None if it has none, or only a link to others."""
     folder = run.paths.path / VOTES_FOLDER
-    is_ours = not folder.is_symlink() and not (folder / "open").is_symlink()
+    is_ours = not folder.is_symlink() and not (folder / OPEN_FOLDER).is_symlink()
     return BallotBox(folder) if is_ours and folder.is_dir() else None
 
 

@@ -30,6 +30,8 @@ _NO_MEMORY = re.compile(
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed, on any device: smaller pieces may do. A UserError may quote one."""
+    if isinstance(error, MemoryError):  # of Python and NumPy
+        return True
     torch = sys.modules.get("torch")  # not imported here: none of its errors without it
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
         return True

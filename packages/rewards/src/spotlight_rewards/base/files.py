@@ -82,7 +82,7 @@ def removed_if_failed(folder: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder.resolve(), ignore_errors=True)  # of a link, what it leads to
         raise
 
 

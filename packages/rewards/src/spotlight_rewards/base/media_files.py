@@ -69,7 +69,7 @@ def open_picture(source: Path | IO[bytes], formats: tuple[str, ...] | None = Non
     """
     if isinstance(source, Path):
         source = io.BytesIO(read_regular(source, _FILE_BYTES))
-    with _one_error():
+    with decoding():
         image = Image.open(source, formats=formats)
         frames = getattr(image, "n_frames", 1)
     if image.width * image.height > FRAME_PIXELS or frames * image.width * image.height > FILE_PIXELS:
@@ -84,12 +84,12 @@ def open_picture(source: Path | IO[bytes], formats: tuple[str, ...] | None = Non
 
 def read_upright(path: Path) -> Image.Image:
     """A picture, of several frames the first, as RGB, turned as its EXIF data say. Raises OSError."""
-    with open_picture(path) as image, _one_error():
+    with open_picture(path) as image, decoding():
         return ImageOps.exif_transpose(image).convert("RGB")
 
 
 @contextmanager
-def _one_error() -> Iterator[None]:
+def decoding() -> Iterator[None]:
     """Of whatever Pillow raises of damaged or hostile files, an OSError."""
     try:
         yield
@@ -109,7 +109,7 @@ def read_media(path: Path) -> tuple[NDArray[np.uint8], dict[str, object]]:
 
     Args:
         path: any picture that Pillow reads, animated ones included, or an MP4. Turned as its EXIF data or its
-            display matrix, say; what is transparent is white.
+            display matrix say; what is transparent is white.
 
     Raises:
         StoreError: the file cannot be read, or is an MP4 and PyAV is not installed.

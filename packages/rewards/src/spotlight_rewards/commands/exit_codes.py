@@ -24,7 +24,7 @@ def errors_without_traceback(exit_code: int = EXIT_NOT_STARTED) -> Iterator[None
         yield
     except Exception as error:
         if is_explained(error):
-            raise failure(str(error), exit_code) from error
+            raise failure(str(error) or "out of memory", exit_code) from error
         raise
 
 

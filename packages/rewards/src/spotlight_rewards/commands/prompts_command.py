@@ -49,6 +49,7 @@ def prompts(
 
     geneval: train.jsonl and test.jsonl in GenEval's metadata format, its six tags in shares that are
     equal as far as a tag has enough scenes.
+
     ocr: train.txt and test.txt, a prompt a line with the text to draw in quotes.
 
     [bold]Examples[/bold]

@@ -112,7 +112,7 @@ def convert_checkpoint(checkpoint: Path, out: Path) -> tuple[str, int]:
     except RewardSetupError as error:
         raise RewardSetupError(f"{checkpoint}: {error}") from error
     model.config.converted_from = origin
-    with storage_errors("cannot write the detector", out), removed_if_failed(out):
+    with removed_if_failed(out), storage_errors("cannot write the detector", out):
         out.mkdir(parents=True, exist_ok=True)
         model.save_pretrained(out)
     return origin, len(state)
