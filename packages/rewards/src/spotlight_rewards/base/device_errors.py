@@ -23,7 +23,7 @@ _LOST = re.compile(
 )
 # Not all memory is from torch's allocator: libraries, kernels as they are loaded, and the CPU have their own.
 _NO_MEMORY = re.compile(
-    r"DefaultCPUAllocator: |CUDA error: out of memory|Triton Error \[CUDA\]: out of memory|"
+    r"DefaultCPUAllocator: |CUDA (?:driver )?error: out of memory|Triton Error \[CUDA\]: out of memory|"
     r"CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_(?:ALLOC_FAILED|INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED)"
 )
 
