@@ -134,7 +134,7 @@ def test_a_head_that_dies_with_its_disk_goes_on_elsewhere_as_if_nothing_had_been
     exported = CliRunner().invoke(app, ["export", f"{ADDRESS}/demo", "--out", str(tmp_path / "lora")])
     assert exported.exit_code == 0, exported.output
     assert (tmp_path / "lora" / "pytorch_lora_weights.safetensors").is_file()
-    shown = local_folder(Path(ADDRESS), Wanted.PICTURES)
+    shown = local_folder(Path(ADDRESS), pytest.fail, Wanted.PICTURES)
     assert len(list((shown / "demo" / "images" / "tiles").glob("*.png"))) == 12
     arguments = job.arguments("demo", *NFT, f"runs_dir={ADDRESS}", f"cache_dir={tmp_path / 'planner'}")
     planned = CliRunner().invoke(app, ["train", *arguments, "--dry-run"])

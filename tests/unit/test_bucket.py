@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -18,14 +19,16 @@ from typing import BinaryIO
 import pytest
 from obstore.store import MemoryStore
 from store_history import history
+from typer.testing import CliRunner
 
+from spotlight.cli.main import app
 from spotlight.scheduler.types import WorkerId
 from spotlight.store.checkpoints import CheckpointStore
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.sqlite_ledger import SqliteLedger
 from spotlight.store.manifest import CheckpointHeader
 from spotlight.store.run_directory import RunPaths
-from spotlight.store.run_store import local_folder
+from spotlight.store.run_store import Wanted, local_folder
 from spotlight.store.store_errors import RunInUseError
 from spotlight_bucket import bucket_runs, replicator, run_files, snapshots
 from spotlight_bucket.bucket_objects import BucketError, Objects, Version
@@ -569,9 +572,17 @@ def test_a_run_that_cannot_be_read_keeps_no_other_from_its_readers(
     monkeypatch.setattr(bucket_runs.BucketRuns, "names", lambda *_: ["damaged", "demo"])
     head.begin()
     head.replicator.sync()
-    with pytest.raises(StoreError, match=r"damaged/snapshots/0000000001.json: not a snapshot of a run"):
-        local_folder(Path("s3://bucket/runs"))
-    assert [each.parent.name for each in (tmp_path / "cache").rglob("config.yaml")] == ["demo"]
+    refused = r"damaged/snapshots/0000000001.json: not a snapshot of a run"
+    told = list[str]()
+    folder = local_folder(Path("s3://bucket/runs"), told.append, Wanted.PICTURES)
+    assert [each.name for each in folder.iterdir() if each.is_dir()] == ["demo"]
+    assert [bool(re.search(refused, said)) for said in told] == [True]
+    listed = CliRunner().invoke(app, ["runs", "s3://bucket/runs"])
+    assert (listed.exit_code, "demo" in listed.stdout) == (0, True)
+    assert re.search(refused, listed.stderr)
+    monkeypatch.setattr(bucket_runs.BucketRuns, "names", lambda *_: ["damaged"])
+    with pytest.raises(StoreError, match=refused):
+        local_folder(Path("s3://bucket/runs"), pytest.fail)
 
 
 @pytest.mark.parametrize(

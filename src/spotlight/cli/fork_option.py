@@ -25,7 +25,9 @@ def forked(
     from spotlight.store.run_store import stored_runs
 
     if parent is None:
-        raise failure("--name or --iteration without --fork; expected both. Add --fork RUN, or name=NAME.")
+        raise failure(
+            "--name or --iteration without --fork; expected a run. Add --fork RUN, or use name=NAME."
+        )
     if name is None:
         raise failure("--fork without --name; expected the new run's name. Add --name NAME.")
     run = find_run(parent, "all")

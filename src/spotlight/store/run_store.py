@@ -50,10 +50,13 @@ class RunStore(Protocol):
     def read(self, address: str, name: str, cache: Path, wanted: Wanted) -> Path:
         """A copy of a run's directory, as new as the address has it; no folder, if it has no such run."""
 
-    def read_all(self, address: str, cache: Path, wanted: Wanted) -> Path | None:
+    def read_all(
+        self, address: str, cache: Path, wanted: Wanted, tell: Callable[[str], object]
+    ) -> Path | None:
         """The folder with copies of all runs that are there, and of no other; None: there are none.
 
-        One that cannot be read keeps no other from being renewed.
+        Args:
+            tell: is told why one cannot be read; of all, it is raised.
         """
 
     def names(self, address: str) -> list[str]:
@@ -108,8 +111,11 @@ def stored_run(text: str, wanted: Wanted) -> Path | None:
     return run
 
 
-def local_folder(place: Path, wanted: Wanted = Wanted.LIGHT) -> Path:
+def local_folder(place: Path, tell: Callable[[str], object], wanted: Wanted = Wanted.LIGHT) -> Path:
     """The folder at a place; of an address, one with copies of the runs there, or of the run that it is.
+
+    Args:
+        tell: see :meth:`RunStore.read_all`.
 
     Raises as :func:`stored_run`.
     """
@@ -120,6 +126,6 @@ def local_folder(place: Path, wanted: Wanted = Wanted.LIGHT) -> Path:
         run = above.store.read(above.address, place.name, cache, wanted)
         if RunPaths(run).config.is_file():
             return run
-    if (folder := found.store.read_all(found.address, cache, wanted)) is None:
+    if (folder := found.store.read_all(found.address, cache, wanted, tell)) is None:
         raise StoreError(f"{found.address}: no runs are there. Start one: spotlight train runs_dir=ADDRESS.")
     return folder

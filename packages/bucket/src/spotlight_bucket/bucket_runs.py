@@ -71,18 +71,22 @@ class BucketRuns:
                 copy.renew(lambda path: is_light(path) or path.startswith(folders))
         return copy.run
 
-    def read_all(self, address: str, cache: Path, wanted: Wanted) -> Path | None:
+    def read_all(
+        self, address: str, cache: Path, wanted: Wanted, tell: Callable[[str], object]
+    ) -> Path | None:
         """See :class:`spotlight.store.run_store.RunStore`."""
-        names, refused = self.names(address), list[StoreError]()
+        names, refused = self.names(address), dict[str, StoreError]()
         copies = folder_of(address, cache) / READ
         gone = {each.name for each in copies.iterdir() if each.is_dir()} if copies.is_dir() else set[str]()
         for name in (*names, *(gone - {*names})):  # whose copies are dropped
             try:
                 self.read(address, name, cache, wanted)
             except StoreError as error:
-                refused.append(error)
-        if refused:
-            raise refused[0]
+                refused[name] = error
+        for refusal in refused.values():
+            if refused.keys() >= {*names}:
+                raise refusal
+            tell(str(refusal))
         return copies if names else None
 
     def names(self, address: str) -> list[str]:

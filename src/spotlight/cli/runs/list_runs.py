@@ -16,7 +16,7 @@ from spotlight.cli.run_argument import RUNS
 from spotlight_rewards.base.errors import UserError
 from spotlight_rewards.base.file_errors import hidden, is_there
 from spotlight_rewards.base.terminal import TextConsole
-from spotlight_rewards.commands.exit_codes import errors_without_traceback
+from spotlight_rewards.commands.exit_codes import complain, errors_without_traceback
 
 if TYPE_CHECKING:
     from spotlight.report.record import RunRecord
@@ -50,7 +50,7 @@ def runs(
     from spotlight.store.run_store import local_folder
 
     with errors_without_traceback():
-        directory = local_folder(directory)
+        directory = local_folder(directory, complain)
     console = TextConsole()
     there = directory.glob("*/config.yaml") if is_there(directory) else ()
     found = sorted(path.parent for path in there)

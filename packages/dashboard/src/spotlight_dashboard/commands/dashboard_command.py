@@ -138,7 +138,7 @@ def _place(text: Path) -> Path:
     """The folder, or the run of that name in ``runs/``; exits if there is neither."""
     if stored_runs(text) is not None:
         with errors_without_traceback():
-            folder = local_folder(text)
+            folder = local_folder(text, complain)
         threading.Thread(target=_follow, args=(text,), daemon=True).start()
         return folder
     for path in (text, RUNS / text):
@@ -154,11 +154,14 @@ def _place(text: Path) -> Path:
 def _follow(address: Path) -> None:
     """Renew the copies of the runs at an address, pictures after the rest."""
     while True:
+        refused = dict[str, None]()
         try:
-            local_folder(address)
-            local_folder(address, Wanted.PICTURES)
+            local_folder(address, refused.setdefault)
+            local_folder(address, refused.setdefault, Wanted.PICTURES)
         except StoreError as error:
-            complain(f"{error} The page shows what is here.")
+            refused.setdefault(str(error))
+        for said in refused:
+            complain(f"{said} The page shows what is here.")
         time.sleep(_FOLLOWS_EVERY_S)
 
 
