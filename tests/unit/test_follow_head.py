@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import socket
 import threading
@@ -54,6 +55,23 @@ def test_the_lease_tells_where_the_head_is_until_the_run_has_finished() -> None:
     again = claim(objects, COPY, print, address="10.0.0.6:6379")
     assert again.holder.epoch == lease.holder.epoch + 1
     assert head_of(objects) == "10.0.0.6:6379", "it trains on"
+
+
+def test_a_disk_without_room_for_the_summary_ends_no_follower(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    objects = Objects(MemoryStore(), "s3://bucket/demo")
+    lease = claim(objects, COPY, print)
+    base = take_over(objects, lease.holder.epoch, COPY)
+    files = dict.fromkeys(("summary.json", "config.yaml"), StoredFile(0, ()))
+    append(objects, RunSnapshot(base.serial + 1, base.epoch, COPY, files))
+    lease.release()
+    monkeypatch.setattr(follow_head, "TemporaryDirectory", full)
+    assert follow(lambda: head_of(objects), ["true"], 0.05, threading.Event()) == 1
+    assert "cannot bring the run's summary" in capsys.readouterr().err
 
 
 def summary_of(iterations: int) -> str:

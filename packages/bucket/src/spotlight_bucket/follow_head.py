@@ -33,7 +33,7 @@ from spotlight_bucket.bucket_objects import BucketError, Objects, open_objects
 from spotlight_bucket.lease import holder_of
 from spotlight_bucket.receiving import receive
 from spotlight_bucket.snapshots import RunSnapshot, newest_snapshot
-from spotlight_rewards.base.file_errors import StoreError
+from spotlight_rewards.base.file_errors import StoreError, storage_errors
 
 WAIT_S = 900.0
 _LOOKS_EVERY_S = 5.0
@@ -59,7 +59,8 @@ def head_of(objects: Objects) -> str | None:
 
 def _is_finished(objects: Objects, newest: RunSnapshot) -> bool:
     """Whether its summary is of all iterations: one that had finished may go on with more, and be stopped."""
-    with TemporaryDirectory() as folder:
+    place = Path(os.environ.get("TMPDIR", "/tmp"))
+    with storage_errors("cannot bring the run's summary", place), TemporaryDirectory() as folder:
         paths = RunPaths(Path(folder))
         wanted = (paths.summary.name, paths.config.name)
         if not newest.files.keys() >= {*wanted}:
