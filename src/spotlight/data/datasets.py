@@ -143,9 +143,8 @@ def _file_of(config: RunConfig, key: str) -> Path:
 
 
 def _columns_of(config: RunConfig, key: str) -> Columns:
-    if getattr(config.data, key) in TESTBEDS:
-        return Columns(kept=config.cache / PICTURES_FOLDER)
-    return columns_of(config)
+    is_ours = getattr(config.data, key) in TESTBEDS
+    return Columns(kept=config.cache / PICTURES_FOLDER) if is_ours else columns_of(config)
 
 
 def columns_of(config: RunConfig) -> Columns:

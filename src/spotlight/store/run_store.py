@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from enum import Enum
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 from spotlight.registry import RUN_STORES
 from spotlight.store.run_directory import RunPaths
@@ -19,6 +19,7 @@ from spotlight_rewards.base.file_errors import StoreError
 from spotlight_rewards.base.files import default_cache
 
 _ADDRESS = re.compile(r"([a-z][a-z0-9]+):/+(.+)")
+Tell: TypeAlias = Callable[[str], object]
 
 
 class Wanted(Enum):
@@ -50,9 +51,7 @@ class RunStore(Protocol):
     def read(self, address: str, name: str, cache: Path, wanted: Wanted) -> Path:
         """A copy of a run's directory, as new as the address has it; no folder, if it has no such run."""
 
-    def read_all(
-        self, address: str, cache: Path, wanted: Wanted, tell: Callable[[str], object]
-    ) -> Path | None:
+    def read_all(self, address: str, cache: Path, wanted: Wanted, tell: Tell) -> Path | None:
         """The folder with copies of all runs that are there, and of no other; None: there are none.
 
         Args:
@@ -105,13 +104,12 @@ def stored_run(text: str, wanted: Wanted) -> Path | None:
     run = found.store.read(found.address, name, default_cache(), wanted)
     if not RunPaths(run).config.is_file():
         # The name itself may be held by a head that has written nothing.
-        others = (each for each in found.store.names(found.address) if each != name)
-        there = ", ".join(others) or "none"
+        there = ", ".join(sorted({*found.store.names(found.address)} - {name})) or "none"
         raise StoreError(f"{text}: no run {name!r} is in {found.address}; the runs there: {there}.")
     return run
 
 
-def local_folder(place: Path, tell: Callable[[str], object], wanted: Wanted = Wanted.LIGHT) -> Path:
+def local_folder(place: Path, tell: Tell, wanted: Wanted = Wanted.LIGHT) -> Path:
     """The folder at a place; of an address, one with copies of the runs there, or of the run that it is.
 
     Args:

@@ -281,9 +281,9 @@ def drawn(facts: Facts) -> RenderableType:
 
 def make_progress(config: RunConfig, plain: bool) -> RunProgress:
     """The display suited to the output; silent on ranks other than the first."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    price_usd_h = 0.0 if config.fleet.driver == "ray" else config.fleet.price_usd_h * world
-    facts = Facts(config.iterations, price_usd_h, noisy_clip_range(config))
+    # Processes that this attempt's time is the bill of; on Ray the head tells what nodes cost.
+    timed = 0 if config.fleet.driver == "ray" else int(os.environ.get("WORLD_SIZE", "1"))
+    facts = Facts(config.iterations, config.fleet.price_usd_h * timed, noisy_clip_range(config))
     if int(os.environ.get("RANK", "0")) > 0:
         return RunProgress(facts)
     console = RunConsole()
