@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import errno
-import fcntl
-import hashlib
 import json
-import os
-import random
-import re
 import shutil
 import time
 from collections.abc import Callable
@@ -17,25 +12,19 @@ from pathlib import Path
 from typing import BinaryIO
 
 import pytest
+from bucket_head import ONE, OTHER, Head, quiet
 from obstore.store import MemoryStore
 from store_history import history
-from typer.testing import CliRunner
 
-from spotlight.cli.main import app
-from spotlight.scheduler.types import WorkerId
 from spotlight.store.checkpoints import CheckpointStore
-from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.sqlite_ledger import SqliteLedger
-from spotlight.store.manifest import CheckpointHeader
 from spotlight.store.run_directory import RunPaths
-from spotlight.store.run_store import Wanted, local_folder
 from spotlight.store.store_errors import RunInUseError
 from spotlight_bucket import bucket_runs, replicator, run_files, snapshots
 from spotlight_bucket.bucket_objects import BucketError, Objects, Version
 from spotlight_bucket.bucket_runs import BUCKET_RUNS
 from spotlight_bucket.lease import HEAD, claim, holder_of
-from spotlight_bucket.local_copies import ReadCopy, WorkingCopy, bring_to_work, is_light, working_copy
-from spotlight_bucket.replicator import Replicator
+from spotlight_bucket.local_copies import bring_to_work, working_copy
 from spotlight_bucket.run_files import consistent_files
 from spotlight_bucket.snapshots import (
     CHUNKS,
@@ -45,45 +34,14 @@ from spotlight_bucket.snapshots import (
     name_of,
     newest_snapshot,
     render,
-    take_over,
 )
 from spotlight_rewards.ballots import Ballot, BallotBox
 from spotlight_rewards.base.file_errors import StoreError
-
-ONE, OTHER = "1" * 32, "2" * 32
-
-
-def quiet(text: str) -> None:
-    """No note is looked at."""
 
 
 @pytest.fixture
 def objects() -> Objects:
     return Objects(MemoryStore(), "s3://bucket/demo")
-
-
-class Head:
-    """A head on a machine of its own, without its threads."""
-
-    def __init__(self, machine: Path, objects: Objects, copy: str) -> None:
-        place = WorkingCopy(machine, "demo", copy)
-        self.run = place.run
-        self.run.mkdir(parents=True)
-        self.ledger = self.run / "ledger.sqlite"
-        epoch = claim(objects, copy, quiet, lease_s=0).holder.epoch
-        self.base = take_over(objects, epoch, copy)
-        self.replicator = Replicator(place, objects, self.base, quiet)
-
-    def begin(self) -> None:
-        (self.run / "config.yaml").write_text("name: demo\n")
-        (self.run / "checkpoints").mkdir()
-        with closing(SqliteLedger(self.ledger)) as ledger:
-            ledger.begin_attempt(pid=1, host="here", workers={WorkerId("worker-0"): 1.0}, now_s=0)
-
-    def checkpoint(self, iteration: int, size_bytes: int = 1000) -> None:
-        store = CheckpointStore(RunPaths(self.run).checkpoints, keep=2)
-        with store.writer(CheckpointHeader(iteration, 0, "digest", "0.1.0")) as folder:
-            (folder / "weights").write_bytes(random.Random(iteration).randbytes(size_bytes))
 
 
 @pytest.fixture
@@ -487,137 +445,3 @@ def test_a_chunk_that_is_not_what_it_is_named_for_is_refused(
     ):
         bring_to_work(copy, head.replicator.newest, objects, quiet)
     assert not (tmp_path / "two" / "work" / "demo").exists()
-
-
-def test_a_reader_brings_what_it_needs_and_follows_the_run(
-    head: Head, objects: Objects, tmp_path: Path
-) -> None:
-    copy = ReadCopy(tmp_path / "two", "demo", objects)
-    assert not copy.renew(is_light)
-    head.begin()
-    head.checkpoint(1)
-    (head.run / "summary.json").write_text("{}")
-    head.replicator.sync()
-    assert copy.renew(is_light)
-    with closing(queries.open_readonly(RunPaths(copy.run).ledger)) as connection:
-        assert queries.position(connection) == 0
-    checkpoint = copy.run / "checkpoints" / "000001-iteration-000001"
-    assert (checkpoint / "manifest.json").is_file()
-    assert not (checkpoint / "weights").exists()
-    assert copy.renew(lambda path: True)
-    assert hashlib.sha256((checkpoint / "weights").read_bytes()).digest()
-    (head.run / "summary.json").unlink()
-    head.checkpoint(2)
-    head.replicator.sync()
-    copy.renew(is_light)
-    assert not (copy.run / "summary.json").exists()
-    assert (checkpoint / "weights").exists()
-    head.checkpoint(3)  # two are kept
-    head.replicator.sync()
-    copy.renew(is_light)
-    assert CheckpointStore(copy.run / "checkpoints", keep=2).iterations == [2, 3]
-    assert not checkpoint.exists(), "a reader takes an empty folder for a damaged checkpoint"
-    objects.delete(list(objects.names("")))
-    assert not copy.renew(is_light)
-    assert not copy.run.exists(), "a run that the bucket does not hold any more is still shown"
-
-
-def test_a_reader_follows_a_file_that_becomes_a_folder_and_a_file_again(
-    head: Head, objects: Objects, tmp_path: Path
-) -> None:
-    head.begin()
-    copy, place = ReadCopy(tmp_path / "two", "demo", objects), head.run / "notes"
-    for path in (place, place / "first", place):
-        shutil.rmtree(place, ignore_errors=True)
-        place.unlink(missing_ok=True)
-        path.parent.mkdir(exist_ok=True)
-        path.write_text("a note")
-        head.replicator.sync()
-        assert copy.renew(is_light)
-        assert (copy.run / path.relative_to(head.run)).read_text() == "a note"
-
-
-def test_a_disk_that_takes_no_writes_any_more_is_an_error_with_a_remedy(
-    head: Head, objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object, **__: object) -> int:
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    head.begin()
-    (head.run / "summary.json").write_text("{}")
-    head.replicator.sync()
-    copy = ReadCopy(tmp_path / "two", "demo", objects)
-    copy.renew(is_light)
-    (head.run / "summary.json").unlink()
-    head.replicator.sync()
-    monkeypatch.setattr(Path, "unlink", refuse)
-    with pytest.raises(StoreError, match="the disk is read-only"):
-        copy.renew(is_light)
-    monkeypatch.setattr(os, "pwrite", refuse)
-    with pytest.raises(StoreError, match="the disk is read-only"), working_copy(tmp_path / "three", "demo"):
-        pass
-
-
-def test_a_run_that_cannot_be_read_keeps_no_other_from_its_readers(
-    head: Head, objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def opened(address: str) -> Objects:
-        other = Objects(MemoryStore(), address)
-        if address.endswith("/damaged"):
-            other.put("snapshots/0000000001.json", b"no snapshot")
-        return objects if address.endswith("/demo") else other
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(bucket_runs, "open_objects", opened)
-    monkeypatch.setattr(bucket_runs.BucketRuns, "names", lambda *_: ["damaged", "demo"])
-    head.begin()
-    head.replicator.sync()
-    refused = r"damaged/snapshots/0000000001.json: not a snapshot of a run"
-    told = list[str]()
-    folder = local_folder(Path("s3://bucket/runs"), told.append, Wanted.PICTURES)
-    assert [each.name for each in folder.iterdir() if each.is_dir()] == ["demo"]
-    assert [bool(re.search(refused, said)) for said in told] == [True]
-    listed = CliRunner().invoke(app, ["runs", "s3://bucket/runs"])
-    assert (listed.exit_code, "demo" in listed.stdout) == (0, True)
-    assert re.search(refused, listed.stderr)
-    monkeypatch.setattr(bucket_runs.BucketRuns, "names", lambda *_: ["damaged"])
-    with pytest.raises(StoreError, match=refused):
-        local_folder(Path("s3://bucket/runs"), pytest.fail)
-
-
-@pytest.mark.parametrize(
-    "index", ["[]", "5", '{"config.yaml": 5}', "[" * 100_000, '{"OUTSIDE": []}', f'{{"{"a" * 5000}": []}}']
-)
-def test_a_readers_damaged_index_is_made_again_and_leads_nowhere_else(
-    head: Head, objects: Objects, tmp_path: Path, index: str
-) -> None:
-    head.begin()
-    head.replicator.sync()
-    copy = ReadCopy(tmp_path / "two", "demo", objects)
-    assert copy.renew(is_light)
-    (outside := tmp_path / "outside").write_text("another's")
-    (copy.run.parent / ".demo.files").write_text(index.replace("OUTSIDE", str(outside)))
-    (copy.run / "config.yaml").write_text("of before")
-    assert copy.renew(is_light)
-    assert (copy.run / "config.yaml").read_text() == (head.run / "config.yaml").read_text()
-    assert outside.exists()
-
-
-def test_a_reader_keeps_others_of_its_machine_from_the_copy(
-    head: Head, objects: Objects, tmp_path: Path
-) -> None:
-    asked = 0
-
-    class Watched(Objects):
-        def get(self, name: str, bytes_max: int) -> tuple[bytes, Version] | None:
-            nonlocal asked
-            asked += 1
-            with (tmp_path / "two" / "read" / ".demo.lock").open() as lock, pytest.raises(BlockingIOError):
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return objects.get(name, bytes_max)
-
-    head.begin()
-    head.replicator.sync()
-    copy = ReadCopy(tmp_path / "two", "demo", Watched(objects._store, objects.address))
-    assert copy.renew(is_light)
-    assert asked > 1

@@ -269,7 +269,7 @@ def merged(layers: Mapping[str, LoraLayer], adapter: str) -> Iterator[None]:
     weights = base_weights(layers)
     own = {name: weight.data for name, weight in weights.items()}
     try:
-        with torch.no_grad():  # not around the block, which whoever holds it open leaves to do other things
+        with torch.no_grad():  # not around the block: a caller that keeps it open does other things meanwhile
             for name, layer in layers.items():
                 weights[name].data = own[name] + layer.get_delta_weight(adapter)
         activate(layers, None)
