@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import errno
 import io
 import json
 import math
@@ -21,14 +20,12 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from urllib.parse import quote
 
 import httpx2
 import numpy as np
 import pytest
-from fastapi import Request
 from PIL import Image
 from starlette.testclient import TestClient
 from tests.unit.dashboard_run import (
@@ -55,9 +52,7 @@ from spotlight.store.ledger.ledger_schema import Incident
 from spotlight.store.ledger.sqlite_ledger import SqliteLedger
 from spotlight.store.run_directory import RunPaths
 from spotlight_dashboard import answers as answers_module
-from spotlight_dashboard import dashboard_app as app_module
 from spotlight_dashboard import run_folders
-from spotlight_dashboard import shown_runs as shown_module
 from spotlight_dashboard.figures import Json
 from spotlight_dashboard.page_files import PAGE_FILES, page_file
 from spotlight_dashboard.report_pictures import PictureBudget, embedded
@@ -383,67 +378,6 @@ def test_changes_of_a_live_run_are_reported(empty_place: Path) -> None:
             assert overview.json()["iterations"] == 2
             writer.commit()
         assert 'data: {"names": ["run"]}' in lines  # read on until it comes
-
-
-def test_a_run_that_goes_is_reported_once(empty_place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (app_module, shown_module):
-        monkeypatch.setattr(module, "LOOKS_EVERY_S", 0.01)
-    for name in ("goes", "stays"):
-        (empty_place / name).mkdir()
-        (empty_place / name / "config.yaml").write_text("{}")
-    shown = shown_module.ShownRuns([empty_place])
-    looks = iter(range(20))
-
-    class Asking:
-        """A request whose browser leaves after some looks."""
-
-        app = SimpleNamespace(state=SimpleNamespace(ends=lambda: False))
-
-        async def is_disconnected(self) -> bool:
-            number = next(looks, None)
-            if number == 5:
-                shutil.rmtree(empty_place / "goes")
-            return number is None
-
-    async def changes() -> list[str]:
-        return [text async for text in app_module._changes(cast("Request", Asking()), shown)]
-
-    first, *rest = asyncio.run(changes())
-    assert '"goes"' in first
-    assert [text for text in rest if text.startswith("event: runs")] == [
-        'event: runs\ndata: {"names": ["stays"]}\n\n'
-    ]
-
-
-@pytest.mark.parametrize("broken", ["", "run"])
-def test_a_run_whose_disk_fails_for_a_while_is_silent_and_not_gone(
-    broken: str, empty_place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shown_module, "LOOKS_EVERY_S", 0.0)
-    for name in ("run", "no-run"):
-        (empty_place / name).mkdir()
-    (empty_place / "run" / "config.yaml").write_text("{}")
-    place, status = empty_place.resolve(), Path.stat
-    shown = shown_module.ShownRuns([empty_place])
-
-    async def look(*failing: Path) -> tuple[list[str], bool]:
-        def stat(path: Path, **how: Any) -> Any:
-            if any(path.is_relative_to(each) for each in failing):
-                raise OSError(errno.ESTALE, "Stale file handle", str(path))
-            return status(path, **how)
-
-        monkeypatch.setattr(Path, "stat", stat)
-        await shown.look()
-        try:
-            await shown.ask(RunFolder("run", place / "run"), "look", lambda _: None)
-        except shown_module.SilentRunError:
-            return list(await shown.look()), False
-        return list(await shown.look()), True
-
-    async def looks() -> list[tuple[list[str], bool]]:
-        return [await look(), await look(place / broken, place / "no-run"), await look()]
-
-    assert asyncio.run(looks()) == [(["run"], True), (["run"], False), (["run"], True)]
 
 
 @pytest.mark.slow
